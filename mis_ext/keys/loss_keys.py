@@ -97,7 +97,7 @@ def scores_of_framework(given: Mapping[str, Any], *, compares_with_stored: bool)
         return "--true-on-policy-mode: Miles' own function is bitwise equal to SGLang's"
     # One rank has the whole sequence. Without context_parallel_size there may be several.
     if given.get("allgather_cp") and given.get("context_parallel_size") != 1:
-        return "--allgather-cp: only the framework's function handles the contiguous parts of the ranks"
+        return "--allgather-cp: only the framework's function handles and exchanges the contiguous parts of the ranks"
     # Miles divides bfloat16 logits and rounds again. The average error of its log-probs is then 0.02 nats.
     rounds = given.get("train_backend") == "fsdp" and given.get("rollout_temperature") not in (None, 0, 1)
     if compares_with_stored and rounds:

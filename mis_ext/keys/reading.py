@@ -2,7 +2,7 @@
 """From keys and flags to configuration objects, with all errors at once. A key without effect is an error too.
 
 ``rows`` has the legal values of a single key. ``loss_keys`` has the combinations of the full policy loss; the hook does
-not load it. ``check_setup`` refuses keys that contradict launch flags.
+not load it. ``check_setup`` refuses keys that need other launch flags.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ _OF_REWARDS = ("mis_group_baseline", "mis_group_over")
 class GroupConfig:
     """The baseline and the weight of the responses to one prompt, in slime and Miles."""
 
-    baseline: rows.Baseline  # The baseline of a reward.
+    baseline: rows.Baseline  # The mean that is subtracted from a reward.
     over: rows.BaselineOver  # Trajectories that count in it. kept: those with a token that the correction keeps.
     prompt_mean: bool  # Every prompt has the same weight.
     with_deviation: bool  # The difference is divided by the standard deviation (grpo_std_normalization).
@@ -356,7 +356,7 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
     is_baseline = is_mode and given.get("mis_loss_proximal") != "current"
     if correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
         return None
-    return "use_tis with use_rollout_logprobs corrects the mismatch twice, like the PPO ratio; drop one of them"
+    return "use_tis with use_rollout_logprobs corrects the mismatch twice: the PPO ratio corrects it too; drop one"
 
 
 # --- keys from callers

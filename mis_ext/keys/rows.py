@@ -151,7 +151,9 @@ _own = config.CorrectionConfig()
 CORRECTION_ROWS: dict[str, Key] = {
     "use_tis": Key(SWITCH, None, "Corrects the loss; false only measures. Default: the flag --use-tis."),
     "use_rs": Key(SWITCH, False, "Rejects tokens or responses outside of the rs bounds."),
-    "tis_level": Key(words(config.Level, "none"), "token", "The unit whose ratio is the weight."),
+    "tis_level": Key(
+        words(config.Level, "none"), "token", "The ratio that is the weight: of a token, or of a response."
+    ),
     "tis_mode": Key(words(*config.BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
     "tis_lower_bound": Key(number("[0, inf)"), None, "Lower bound of a weight. Default: 1 / tis_upper_bound.", "ratio"),
     "tis_upper_bound": Key(UPPER_BOUND, config.DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
@@ -159,7 +161,7 @@ CORRECTION_ROWS: dict[str, Key] = {
         words(config.When), "always", "stale: only tokens of stale weights get a weight. Needs mis_staleness."
     ),
     "rs_level": Key(
-        words(config.Level, "none"), "token", "The unit that is compared with the rs bounds; none: only rs_gates."
+        words(config.Level, "none"), "token", "The ratio that is compared with the rs bounds; none: only rs_gates."
     ),
     "rs_lower_bound": Key(
         number("[0, inf)"), None, "Lower bound of kept ratios. Default: that of the weight.", "ratio"
@@ -202,8 +204,8 @@ VETOES: dict[str, tuple[str, config.Reduce, str]] = {
 """Statistic, reduction and bound of the gate of each key."""
 
 GROUP_ROWS: dict[str, Key] = {
-    "mis_group_baseline": Key(words(Baseline), "mean", "The baseline of a reward."),
-    "mis_group_over": Key(words(BaselineOver), "trained", "Trajectories of a prompt that count in it."),
+    "mis_group_baseline": Key(words(Baseline), "mean", "The mean that is subtracted from a reward."),
+    "mis_group_over": Key(words(BaselineOver), "trained", "Trajectories of a prompt that count in that mean."),
     "mis_prompt_mean": Key(SWITCH, False, "Gives every prompt the same weight."),
 }
 """Keys of the responses to one prompt. In slime and Miles, functions of the whole rollout read them."""
@@ -304,7 +306,7 @@ OF_OTHERS = {
     "vllm_importance_sampling_mode": "tis_level and tis_mode",
     "vllm_importance_sampling_cap": "tis_upper_bound",
 }
-"""Names of other frameworks that are refused, and their replacements."""
+"""Other names that are refused, and their replacements."""
 REMOVED = {
     "mis_loss_compile": "remove the key",
     "rs_gates.level": "write reduce: token, sum (for sequence), mean (geometric), min, or max",
@@ -347,7 +349,7 @@ def _removed(names: Collection[str]) -> list[str]:
 
 
 def near_miss(name: str, keys: Collection[str]) -> str:
-    """The key that ``name`` probably means, as text to append to an error; empty if there is none."""
+    """The key that ``name`` means, misspelled or without its prefix, to append to an error; empty if there is none."""
     spelled = re.sub(r"[\s.-]+", "_", name.strip()).casefold()
     exact = [spelled] if spelled in keys else []
     slips = [] if spelled.startswith("misc_") else [key for key in keys if _is_slip(spelled, key)]
@@ -394,7 +396,8 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Configuration of mis_ext",
-        "description": "For --custom-config-path of slime and Miles. Keys without our prefixes are of the framework.",
+        "description": "For --custom-config-path of slime and Miles. Keys without our prefixes belong to the "
+        "framework.",
         "type": "object",
         "properties": {key: _node(row, or_null=key not in NO_NULL) for key, row in ROWS.items()},
         "patternProperties": {

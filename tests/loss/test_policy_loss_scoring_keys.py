@@ -13,7 +13,7 @@ from mis_ext.loss.policy import MILES_METRICS
 
 KEPT = [
     ({"true_on_policy_mode": True}, "--true-on-policy-mode: Miles' own function is bitwise equal to SGLang's"),
-    ({"allgather_cp": True}, "--allgather-cp: only the framework's function handles the contiguous parts"),
+    ({"allgather_cp": True}, "--allgather-cp: only the framework's function handles and exchanges"),
     ({"allgather_cp": True, "context_parallel_size": 2}, "--allgather-cp: "),
 ]
 QUOTIENTS = {"train_backend": "fsdp", "rollout_temperature": 0.7}
