@@ -41,7 +41,7 @@ def group_advantages(
 ) -> Tensor:
     """Compute the advantage ``[N]`` of each sample over the counted trajectories of its prompt.
 
-    It is 0 for a trajectory that does not count, and for one without another trajectory.
+    It is 0 for a trajectory that does not count, and for the only one that counts in its prompt.
 
     Args:
         rewards: ``[N]``, per sample. The advantages have their dtype, or float32 for integers.
@@ -146,7 +146,7 @@ def prompt_factors(
     """``[N]``: the factor of the loss of each sample that gives every prompt of a step the same weight.
 
     The framework computes ``1 / terms * sum_i 1 / divisor_i * sum_t l_it``. With the factors it is a mean over the
-    prompts that have a kept token, of the mean of their kept tokens, weighted by their mask. A prompt of several steps
+    prompts that have a kept token, each the mean of its kept tokens, weighted by their mask. A prompt of several steps
     counts as one prompt in each step.
 
     Args:

@@ -206,7 +206,7 @@ def _sums(
     values_FT = torch.where(torch.stack(masks), torch.stack(values), 0.0)
     totals = dict(zip(rows, (values_FT * share_T).sum(-1).unbind(), strict=True))
     if token_metrics:
-        # 0 outside of the response, for a framework that divides by all samples: see Correction.token_metrics.
+        # They are 0 outside of the response, and meant for division by all samples: see Correction.token_metrics.
         sums = (torch.stack([*token_metrics.values()]) * share_T).sum(-1)
         totals |= dict(zip(token_metrics, sums.unbind(), strict=True))
     if tokens.entropy_T is None:
