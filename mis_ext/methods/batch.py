@@ -30,7 +30,7 @@ When = Literal["always", "positive", "negative", "outward"]
 
 Reduce = Literal[config.Reduce, "prefix", "batch_mean", "batch_rank_mean"]
 """The value at a token: as in the correction, the sum up to the token, the mean over the batch, or the mean over all
-tokens of the batch whose value is not larger.
+tokens of the batch whose value is not larger than its own.
 """
 
 WHOLE_SEQUENCE: frozenset[str] = frozenset({"sum", "mean", "prefix", "segment_sum", "segment_mean"})
@@ -237,7 +237,7 @@ def _piece_index(
 
 
 class Batch:
-    """Tokens of one call, all finite. A token is ``valid_T`` only if all its log-probs and its advantage are finite.
+    """Tokens of one call, finite everywhere. ``valid_T``: response tokens with finite log-probs, advantage and value.
 
     Args:
         log_probs: ``[T]`` per policy that the method uses, nats, detached.

@@ -32,9 +32,9 @@ def _with_ppo(*factors: Factor, normalize_over: NormalizeOver | None = None) -> 
 def decoupled() -> Method:
     """The identity ``rho r = w`` keeps the token's importance ratio; the clip applies only to the update.
 
-    When: several updates per rollout and a mismatch without heavy tails. Claims: the batch size no longer limits the
-    movement of the policy; AReaL (arXiv:2505.24298) trains on stale data. Counter-claims: one extreme ratio gives one
-    extreme gradient: use a bound.
+    When: several updates per rollout and a mismatch without heavy tails.
+    Claims: the batch size no longer limits the movement of the policy; AReaL (arXiv:2505.24298) trains on stale data.
+    Counter-claims: one extreme ratio gives one extreme gradient: use a bound.
     """
     return _with_ppo(PairWeight())
 
@@ -43,9 +43,10 @@ def decoupled() -> Method:
 def decoupled_token_tis(*, high: Bound = 2.0) -> Method:
     """Token ratios, truncated.
 
-    When: the default for a mismatch of trainer and engine: low variance at every length. Claims: recovers training with
-    quantised rollouts. Counter-claims: corrects the next token, not the prefix; reaches a plateau where sequence
-    weights still improve. Affects only heavy tails.
+    When: the default for a mismatch of trainer and engine: low variance at every length.
+    Claims: recovers training with quantised rollouts.
+    Counter-claims: corrects the next token, not the prefix; reaches a plateau where sequence weights still improve.
+    Affects only heavy tails.
     """
     return _with_ppo(PairWeight(high=high))
 
@@ -126,8 +127,9 @@ def icepop(*, low: UpToOne = 0.5, high: FromOne = 5.0, normalize_over: Normalize
     With ``normalize_over="all_tokens"`` the weights are divided by their mean over all valid tokens, where tokens
     outside count as 0 (verl: rollout correction with a range and batch normalisation, code).
 
-    When: MoE models, whose routers cause large differences on single tokens. Claims: stable where GRPO collapses; less
-    gradient noise. Counter-claims: the share of masked tokens falls while the gap widens (KPop, 2026).
+    When: MoE models, whose routers cause large differences on single tokens.
+    Claims: stable where GRPO collapses; less gradient noise.
+    Counter-claims: the share of masked tokens falls while the gap widens (KPop, 2026).
     """
     return _with_ppo(PairWeight(), PairGate(low=low, high=high, action="zero"), normalize_over=normalize_over)
 
@@ -140,8 +142,9 @@ def icepop(*, low: UpToOne = 0.5, high: FromOne = 5.0, normalize_over: Normalize
 def glm_5_reasoning(*, beta: AboveOne = 2.0, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
     """IcePop with a range that is symmetric in the log, and PPO with a higher upper bound.
 
-    When: synchronous training for reasoning, with recomputed log-probs; for agents see ``glm_5``. Claims: trains GLM-5
-    on-policy without a KL term. Counter-claims: as ``icepop``.
+    When: synchronous training for reasoning, with recomputed log-probs; for agents see ``glm_5``.
+    Claims: trains GLM-5 on-policy without a KL term.
+    Counter-claims: as ``icepop``.
     """
     band = PairGate(low=1.0 / beta, high=beta, action="zero")
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high), factors=(PairWeight(), band))
@@ -155,8 +158,9 @@ def glm_5_reasoning(*, beta: AboveOne = 2.0, low: UpToOne = 0.2, high: ExcessBou
 def token_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     """Tokens outside the range are rejected.
 
-    When: single tokens with invalid log-probs in good responses. Claims: as IcePop. Counter-claims: crashed in the
-    report's own runs, where sequence masking did not.
+    When: single tokens with wrong log-probs in good responses.
+    Claims: as IcePop.
+    Counter-claims: crashed in the report's own runs, where sequence masking did not.
     """
     return _with_ppo(PairWeight(), PairGate(low=low, high=high))
 
@@ -181,7 +185,8 @@ def sequence_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
 def geometric_rs(*, low: UpToOne = 0.999, high: FromOne = 1.001) -> Method:
     """Sequences whose geometric mean of ratios is outside the range are rejected; no weight.
 
-    When: long responses, where every product is outside of every range. Claims: no length bias of rejection.
+    When: long responses, where every product is outside of every range.
+    Claims: no length bias of rejection.
     Counter-claims: it rejects at a per-token KL of about ``1 - low``, and its upper bound has no effect. It rejects
     half of all responses if the engine's noise has this size.
     """
@@ -196,7 +201,8 @@ def geometric_rs(*, low: UpToOne = 0.999, high: FromOne = 1.001) -> Method:
 def segment_rs(*, low: UpToOne = 0.8, high: FromOne = 1.2) -> Method:
     """As ``geometric_rs``, separately for each run of generated tokens, such as one turn of an agent.
 
-    When: many turns, one of them sampled by a failing engine or stale weights. Claims: keeps the other turns.
+    When: many turns, one of them sampled by a failing engine or stale weights.
+    Claims: keeps the other turns.
     Counter-claims: turns after a rejected turn were sampled in states that the policy might not reach.
     """
     return _with_ppo(PairGate(reduce="segment_mean", low=low, high=high))
@@ -225,7 +231,8 @@ def geometric_rs_token_tis(*, low: UpToOne = 0.999, high: FromOne = 1.001, bound
 def sequence_mask_tis(*, low: UpToOne = 0.999, high: FromOne = 1.002) -> Method:
     """The gate is per sequence; the weight is the plain ratio of the token.
 
-    When: as ``geometric_rs``, with denominators that do not change. Claims: default of two frameworks' combined mode.
+    When: as ``geometric_rs``, with denominators that do not change.
+    Claims: default of two frameworks' combined mode.
     Counter-claims: the token ratio has no bound, although the name contains TIS.
     """
     return _with_ppo(PairWeight(), PairGate(reduce="mean", low=low, high=high, action="zero"))
@@ -235,7 +242,8 @@ def sequence_mask_tis(*, low: UpToOne = 0.999, high: FromOne = 1.002) -> Method:
 def veto(*, low: UpToOne = 1e-4) -> Method:
     """One extreme token rejects its sequence.
 
-    When: always useful: it rejects invalid log-probs, not noise. Claims: finds extreme tokens that a mean hides.
+    When: always useful: it rejects wrong log-probs, not noise.
+    Claims: finds extreme tokens that a mean hides.
     Counter-claims: longer responses are more likely to have such a token.
     """
     return _with_ppo(PairGate(reduce="min", low=low))
@@ -249,9 +257,10 @@ def veto(*, low: UpToOne = 1e-4) -> Method:
 def trm(*, high_max: Bound = 0.05, high_mean: Bound = 1e-3) -> Method:
     """Sequences with one extreme token, or a large mean divergence, are rejected.
 
-    When: long responses that need a bound of the surrogate's error. Claims: the first non-vacuous bound at 4,096
-    tokens. Counter-claims: the bound holds for the true divergences, but a gate sees only the sampled tokens. These
-    thresholds are from mis_ext.
+    When: long responses that need a bound of the surrogate's error.
+    Claims: the first non-vacuous bound at 4,096 tokens.
+    Counter-claims: the bound holds for the true divergences, but a gate sees only the sampled tokens. These thresholds
+    are from mis_ext.
     """
     return _with_ppo(
         PairGate(statistic="k2", reduce="max", high=high_max),
@@ -267,7 +276,8 @@ def trm(*, high_max: Bound = 0.05, high_mean: Bound = 1e-3) -> Method:
 def sequence_error(*, high: AboveOne = 1.05) -> Method:
     """Sequences with a large mean multiplicative error are rejected.
 
-    When: MoE models with a mismatch in both directions, which a geometric mean cancels. Claims: used to train
-    Nemotron-3. Counter-claims: its Ultra variant masked 60 to 71 % of all sequences. The threshold is from mis_ext.
+    When: MoE models with a mismatch in both directions, which a geometric mean cancels.
+    Claims: used to train Nemotron-3.
+    Counter-claims: its Ultra variant masked 60 to 71 % of all sequences. The threshold is from mis_ext.
     """
     return _with_ppo(PairGate(statistic="exp_abs_log_ratio", reduce="mean", high=high))

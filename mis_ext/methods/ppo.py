@@ -37,9 +37,9 @@ from mis_ext.methods.sequence_weights import token_uniforms
 def ppo(*, low: UpToOne = 0.2, high: ExcessBound = 0.2) -> Method:
     """Several updates per rollout, with each token's ratio near 1.
 
-    When: trainer and engine agree, or a weight corrects the mismatch, which ``r`` does not contain. Claims: monotone
-    improvement in practice, at the cost of a first-order method. Counter-claims: ratio bounds are too tight for rare
-    tokens and too loose for likely ones (DPPO, arXiv:2602.04879).
+    When: trainer and engine agree, or a weight corrects the mismatch, which ``r`` does not contain.
+    Claims: monotone improvement in practice, at the cost of a first-order method.
+    Counter-claims: ratio bounds are too tight for rare tokens and too loose for likely ones (DPPO, arXiv:2602.04879).
     """
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high))
 
@@ -51,9 +51,9 @@ def ppo(*, low: UpToOne = 0.2, high: ExcessBound = 0.2) -> Method:
 def dapo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
     """PPO with a higher upper bound; divide by the tokens of the batch.
 
-    When: entropy falls under PPO, because its upper bound stops rare tokens from becoming likelier. Claims: entropy
-    stays high, and long chains of thought keep improving. Counter-claims: a probability bound does the same per token
-    without a tuned constant (DCPO, arXiv:2509.02333).
+    When: entropy falls under PPO, because its upper bound stops rare tokens from becoming likelier.
+    Claims: entropy stays high, and long chains of thought keep improving.
+    Counter-claims: a probability bound does the same per token without a tuned constant (DCPO, arXiv:2509.02333).
     """
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high))
 
@@ -65,8 +65,9 @@ def dapo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
 def dual_clip(*, low: UpToOne = 0.2, high: ExcessBound = 0.2, dual: FromOne = 3.0) -> Method:
     """PPO that also ignores a token of negative advantage whose ratio has become huge.
 
-    When: stale or mismatched rollouts: without it such a token has an unbounded gradient. Claims: stable large-scale
-    off-policy training. Counter-claims: it stops exactly the tokens whose probability rose against their advantage.
+    When: stale or mismatched rollouts: without it such a token has an unbounded gradient.
+    Claims: stable large-scale off-policy training.
+    Counter-claims: it stops exactly the tokens whose probability rose against their advantage.
     """
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high, dual=dual))
 
@@ -78,10 +79,10 @@ def dual_clip(*, low: UpToOne = 0.2, high: ExcessBound = 0.2, dual: FromOne = 3.
 def bypass(*, low: UpToOne = 0.2, high: ExcessBound = 0.2) -> Method:
     """PPO against the behavior policy itself: no recomputation of log-probs before the update.
 
-    When: the mismatch is small, and the extra forward pass is expensive. Claims: one forward pass less, and the ratio
-    is the token's importance ratio. Counter-claims: part of the clip range is spent on the mismatch, and no metric can
-    separate mismatch from staleness. At a staleness of 4 updates a pretrained model learned 0.06 less than with token
-    TIS (lab/evidence).
+    When: the mismatch is small, and the extra forward pass is expensive.
+    Claims: one forward pass less, and the ratio is the token's importance ratio.
+    Counter-claims: part of the clip range is spent on the mismatch, and no metric can separate mismatch from staleness.
+    At a staleness of 4 updates a pretrained model learned 0.06 less than with token TIS (lab/evidence).
     """
     return Method(surrogate=Ratio(pair=TOTAL, low=1.0 - low, high=1.0 + high))
 
@@ -93,9 +94,10 @@ def bypass(*, low: UpToOne = 0.2, high: ExcessBound = 0.2) -> Method:
 def kimi_k2_5(*, low: UpToOne = 0.5, high: FromOne = 2.0, tau: NotNegative = 1e-3) -> Method:
     """A clip on both sides: a token outside the range has no policy gradient, for any advantage.
 
-    When: agentic training with a mismatch: the range bounds the drift, not the update. Claims: stable training of long
-    tool-using responses. Counter-claims: a move back towards ratio 1 is stopped too. In the report, the old policy is
-    the policy that generated. It gives no values for the range and tau: these defaults are from mis_ext.
+    When: agentic training with a mismatch: the range bounds the drift, not the update.
+    Claims: stable training of long tool-using responses.
+    Counter-claims: a move back towards ratio 1 is stopped too. In the report, the old policy is the policy that
+    generated. It gives no values for the range and tau: these defaults are from mis_ext.
     """
     return Method(
         surrogate=Ratio(pair=TOTAL, low=low, high=high, sides="both"),
@@ -110,7 +112,8 @@ def kimi_k2_5(*, low: UpToOne = 0.5, high: FromOne = 2.0, tau: NotNegative = 1e-
 def dcpo(*, low: NotNegative = 0.1, high: Positive = 0.2, cap: FromOne = 10.0) -> Method:
     """PPO with wider bounds for unlikely tokens: they solve ``proximal * r * (r - 1) = e``.
 
-    When: the policy should learn rare tokens. Claims: an order of magnitude fewer clipped tokens than PPO.
+    When: the policy should learn rare tokens.
+    Claims: an order of magnitude fewer clipped tokens than PPO.
     Counter-claims: the range is wide for rare tokens, where low-precision engines differ most. Only the clip of the
     paper is implemented, not its standardisation of advantages. The defaults are from the authors' code.
     """
@@ -154,7 +157,8 @@ class ClippedMean(Surrogate):
 def gspo(*, low: UpToOne = 3e-4, high: ExcessBound = 4e-4) -> Method:
     """PPO on the geometric mean of the sequence's ratios, which carries the gradient of all its tokens.
 
-    When: MoE models: single tokens change experts, but their mean stays. Claims: trains them without routing replay.
+    When: MoE models: single tokens change experts, but their mean stays.
+    Claims: trains them without routing replay.
     Counter-claims: the geometric mean is not an importance weight; one extreme token looks like many small differences.
     """
     return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high, spread="sequence"))
@@ -168,7 +172,9 @@ def gspo(*, low: UpToOne = 3e-4, high: ExcessBound = 4e-4) -> Method:
 def gspo_token(*, low: UpToOne = 3e-4, high: ExcessBound = 4e-4) -> Method:
     """GSPO with one advantage per token; with one advantage per sequence it equals GSPO.
 
-    When: several turns, each with a reward. Claims: as GSPO. Counter-claims: as GSPO.
+    When: several turns, each with a reward.
+    Claims: as GSPO.
+    Counter-claims: as GSPO.
     """
     return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high))
 
@@ -181,9 +187,9 @@ def gspo_token(*, low: UpToOne = 3e-4, high: ExcessBound = 4e-4) -> Method:
 def gmpo(*, low: Annotated[float, Range(high=1.0, open_low=True)] = _GMPO_LOW, high: FromOne = _GMPO_HIGH) -> Method:
     """The geometric mean of ratios that are clipped one by one.
 
-    When: outlier tokens disturb GRPO, and GSPO's clip of whole sequences is too coarse. Claims: more stable ratios,
-    wider clip range, better results than GRPO. Counter-claims: the weight of a token depends on the number of other
-    clipped tokens.
+    When: outlier tokens disturb GRPO, and GSPO's clip of whole sequences is too coarse.
+    Claims: more stable ratios, wider clip range, better results than GRPO.
+    Counter-claims: the weight of a token depends on the number of other clipped tokens.
     """
     return Method(surrogate=ClippedMean(clip=Ratio(low=low, high=high)))
 
@@ -196,9 +202,10 @@ def gmpo(*, low: Annotated[float, Range(high=1.0, open_low=True)] = _GMPO_LOW, h
 def luspo(*, low: UpToOne = 2e-3, high: ExcessBound = 2.5e-3) -> Method:
     """GSPO with sequences weighted by their length: sum over tokens, not their mean, then the mean over sequences.
 
-    When: responses become shorter and shorter under GSPO. Claims: no length bias; longer responses and better results
-    than GSPO. Counter-claims: a long response moves the policy more than a short one, as in every sum over tokens. A
-    token has the coefficient of ``gspo``; only the bounds and the denominator differ.
+    When: responses become shorter and shorter under GSPO.
+    Claims: no length bias; longer responses and better results than GSPO.
+    Counter-claims: a long response moves the policy more than a short one, as in every sum over tokens. A token has the
+    coefficient of ``gspo``; only the bounds and the denominator differ.
     """
     return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high, spread="sequence"))
 
@@ -296,9 +303,10 @@ def clip_cov(
 ) -> Method:
     """A few random tokens of high covariance have no gradient.
 
-    When: the entropy collapses early and reward stops rising. Claims: the covariance lowers the entropy, and two tokens
-    in ten thousand are enough to stop its fall. Counter-claims: the range is in units of the advantage, so it depends
-    on their normalisation. verl's batch is the micro-batch; here it is the batch of all ranks.
+    When: the entropy collapses early and reward stops rising.
+    Claims: the covariance lowers the entropy, and two tokens in ten thousand are enough to stop its fall.
+    Counter-claims: the range is in units of the advantage, so it depends on its normalisation. verl's batch is the
+    micro-batch; here it is the batch of all ranks.
     """
     clip = Ratio(low=1.0 - low, high=1.0 + high)
     drop = DropCovariance(low=cov_low, high=cov_high, share=share, clip=clip, seed=seed)
@@ -313,9 +321,10 @@ def clip_cov(
 def kl_cov(*, share: UpToOne = 2e-4, scale: NotNegative = 1.0) -> Method:
     """The tokens of largest covariance are pulled back to the proximal policy; no other bound.
 
-    When: as ``clip_cov``, but without random choice. Claims: with Clip-Cov 2 % better than GRPO at 7B and 6.4 % at 32B,
-    in mathematics. Counter-claims: no clip at all: use it for few updates per rollout. On the first update the ratio is
-    1, and the penalty has no gradient.
+    When: as ``clip_cov``, but without random choice.
+    Claims: with Clip-Cov 2 % better than GRPO at 7B and 6.4 % at 32B, in mathematics.
+    Counter-claims: no clip at all: use it for few updates per rollout. On the first update the ratio is 1, and the
+    penalty has no gradient.
     """
     return Method(surrogate=Ratio(), terms=(CovarianceKl(scale=scale, share=share),))
 
@@ -338,8 +347,10 @@ def _with_kl(estimator: Estimator, beta: float, importance: Pair | None = None) 
 def grpo_k3(*, beta: NotNegative = 1e-3) -> Method:
     """An estimate that is unbiased as a value, used as a loss.
 
-    When: near the reference policy. Claims: low variance, never negative. Counter-claims: its gradient is that of the
-    reverse KL, and explodes if the policy makes a token unlikely that is likely in the reference (DeepSeek-V3.2).
+    When: near the reference policy.
+    Claims: low variance, never negative.
+    Counter-claims: its gradient is that of KL(reference, current), and explodes if the policy makes a token unlikely
+    that is likely in the reference (DeepSeek-V3.2).
     """
     return _with_kl("k3", beta)
 
@@ -352,8 +363,9 @@ def grpo_k3(*, beta: NotNegative = 1e-3) -> Method:
 def grpo_k2(*, beta: NotNegative = 1e-3) -> Method:
     """An estimate whose on-policy gradient is that of KL(current, reference).
 
-    When: on-policy data. Claims: correct gradient without an importance ratio. Counter-claims: biased as a value, and
-    off-policy as a gradient.
+    When: on-policy data.
+    Claims: correct gradient without an importance ratio.
+    Counter-claims: biased as a value, and off-policy as a gradient.
     """
     return _with_kl("k2", beta)
 
@@ -366,8 +378,9 @@ def grpo_k2(*, beta: NotNegative = 1e-3) -> Method:
 def grpo_unbiased_kl(*, beta: NotNegative = 1e-3) -> Method:
     """Unbiased for any behavior policy: the coefficient is ``w d``.
 
-    When: a KL term off-policy, or with a mismatch of trainer and engine. Claims: no exploding gradient if the policy
-    makes tokens of the reference unlikely. Counter-claims: with ``r`` instead of ``w``, as in some frameworks, it is
-    unbiased only for data of the proximal policy; without the gradient of ``w`` it is a different KL.
+    When: a KL term off-policy, or with a mismatch of trainer and engine.
+    Claims: no exploding gradient if the policy makes tokens of the reference unlikely.
+    Counter-claims: with ``r`` instead of ``w``, as in some frameworks, it is unbiased only for data of the proximal
+    policy; without the gradient of ``w`` it is a different KL.
     """
     return _with_kl("k3", beta, importance=TOTAL)

@@ -29,8 +29,9 @@ _Bounds = tuple[NotNegative, Annotated[float, Range(low="first", open_low=True)]
 def reinforce() -> Method:
     """The policy gradient of data that the current policy sampled.
 
-    When: one update per rollout, with a bitwise equal trainer and engine. Claims: unbiased there. Counter-claims: with
-    a mismatch, negative advantages push the policies apart without bound.
+    When: one update per rollout, with a bitwise equal trainer and engine.
+    Claims: unbiased there.
+    Counter-claims: with a mismatch, negative advantages push the policies apart without bound.
     """
     return Method(surrogate=Score())
 
@@ -42,8 +43,9 @@ def reinforce() -> Method:
 def reinforce_token_is() -> Method:
     """The token's plain importance ratio; the same gradient as ``w A``.
 
-    When: a small mismatch, as a reference without any bound. Claims: the simplest correction. Counter-claims: no bound;
-    does not correct the prefix, see ``reinforce_sequence_tis``.
+    When: a small mismatch, as a reference without any bound.
+    Claims: the simplest correction.
+    Counter-claims: no bound; does not correct the prefix, see ``reinforce_sequence_tis``.
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL),))
 
@@ -56,10 +58,10 @@ def reinforce_token_is() -> Method:
 def dro(*, beta: NotNegative = 0.05) -> Method:
     """The policy gradient without a ratio, and a squared log-ratio that keeps the policy near the behavior policy.
 
-    When: stale data, whose ratios are outside of every range or have too much variance. Claims: a regression on the
-    regularised optimum for any behavior policy, if the baseline is the soft value. Counter-claims: with another
-    baseline, such as the mean of a group, the optimum moves. In the paper the square and the advantage are per
-    response; here they are per token. The scale is from Tinker's example.
+    When: stale data, whose ratios are outside of every range or have too much variance.
+    Claims: a regression on the regularised optimum for any behavior policy, if the baseline is the soft value.
+    Counter-claims: with another baseline, such as the mean of a group, the optimum moves. In the paper the square and
+    the advantage are per response; here they are per token. The scale is from Tinker's example.
     """
     return Method(surrogate=Score(), terms=(KlTerm(estimator="k2", scale=beta, pair=TOTAL),))
 
@@ -71,9 +73,9 @@ def dro(*, beta: NotNegative = 0.05) -> Method:
 def aipo(*, high: Bound = 4.0) -> Method:
     """Token ratios to the behavior policy, truncated; the paper suggests bounds from 2 to 10.
 
-    When: asynchronous training: staleness and mismatch in one ratio, no recomputation. Claims: removes the sudden drops
-    of asynchronous training on hard data. Counter-claims: truncation does not handle tokens that became unlikely (ratio
-    near 0).
+    When: asynchronous training: staleness and mismatch in one ratio, no recomputation.
+    Claims: removes the sudden drops of asynchronous training on hard data.
+    Counter-claims: truncation does not handle tokens that became unlikely (ratio near 0).
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, high=high),))
 
@@ -85,8 +87,9 @@ def aipo(*, high: Bound = 4.0) -> Method:
 def reinforce_sequence_tis(*, high: Bound = 2.0) -> Method:
     """The product of the sequence's ratios, truncated.
 
-    When: short responses. Claims: unbiased as the bound grows. Counter-claims: at 2,048 tokens and k3 1e-3 the
-    effective sample size is two of 100.
+    When: short responses.
+    Claims: unbiased as the bound grows.
+    Counter-claims: at 2,048 tokens and k3 1e-3 the effective sample size is two of 100.
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, level="sequence", high=high),))
 
@@ -98,9 +101,9 @@ def reinforce_sequence_tis(*, high: Bound = 2.0) -> Method:
 def reinforce_sequence_snis() -> Method:
     """Self-normalised sequence weights: their mean is 1 in every batch.
 
-    When: batches of many short responses. Claims: bounded by the largest advantage; an engine that is off by a constant
-    factor changes nothing. Counter-claims: biased by 1 / n, and a single sequence is not corrected: use the mean over
-    all ranks.
+    When: batches of many short responses.
+    Claims: bounded by the largest advantage; an engine that is off by a constant factor changes nothing.
+    Counter-claims: biased by 1 / n, and a single sequence is not corrected: use the mean over all ranks.
     """
     weight = PairWeight(pair=TOTAL, level="sequence")
     return Method(surrogate=Score(), factors=(weight,), normalize_over="sequences")
@@ -113,7 +116,7 @@ def reinforce_sequence_snis() -> Method:
 def reinforce_sequence_psis(*, high: Bound = 10.0) -> Method:
     """Sequence weights with a fitted tail: no bound to tune, and k-hat of the fit shows when they are unreliable.
 
-    When: at least 25 responses per call, preferably hundreds; ``smooth_weights(...).k_hat`` must be at most 0.7.
+    When: at least 25 responses per call, preferably hundreds; check that ``smooth_weights(...).k_hat`` is at most 0.7.
     Claims: less variance than plain weights and less bias than truncation, for any statistics that use them.
     Counter-claims: no published LLM training uses it. It smooths the sequences of one call, without a data-parallel
     group.
@@ -128,7 +131,8 @@ def reinforce_sequence_psis(*, high: Bound = 10.0) -> Method:
 def cispo(*, low: UpToOne = 0.0, high: FromOne = 5.0) -> Method:
     """PPO's ratio, clipped without gradient: a clipped token still learns.
 
-    When: PPO clips rare tokens that start a reflection. Claims: twice the speed of DAPO; best asymptote in ScaleRL.
+    When: PPO clips rare tokens that start a reflection.
+    Claims: twice the speed of DAPO; best asymptote in ScaleRL.
     Counter-claims: the mismatch grows until collapse (DPPO, arXiv:2602.04879).
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=UPDATE, low=low, high=high),))
@@ -141,10 +145,11 @@ def cispo(*, low: UpToOne = 0.0, high: FromOne = 5.0) -> Method:
 def dispo(*, positive: _Bounds = (0.5, 2.0), negative: _Bounds = (0.2, 5.0)) -> Method:
     """CISPO with separate ranges for correct and for incorrect responses, each with a low and a high bound.
 
-    When: CISPO is fast at first, and then collapses. Claims: for correct responses, weights above 1 keep entropy high
-    and weights below 1 distil; 61.0 % on AIME 24 (CISPO 55.4 %, DAPO 50.2 %). Counter-claims: four bounds to tune;
-    tight bounds for incorrect responses lead to repetition or empty responses. The bounds are from mis_ext, because the
-    abstract has none; the sign of the advantage represents correctness.
+    When: CISPO is fast at first, and then collapses.
+    Claims: for correct responses, weights above 1 keep entropy high and weights below 1 distil; 61.0 % on AIME 24
+    (CISPO 55.4 %, DAPO 50.2 %).
+    Counter-claims: four bounds to tune; tight bounds for incorrect responses lead to repetition or empty responses. The
+    bounds are from mis_ext, because the abstract has none; the sign of the advantage represents correctness.
     """
     return Method(
         surrogate=Score(),
@@ -162,8 +167,9 @@ def dispo(*, positive: _Bounds = (0.5, 2.0), negative: _Bounds = (0.2, 5.0)) -> 
 def minirl(*, low: UpToOne = 0.2, high: ExcessBound = 0.27, cap: Bound = 5.0) -> Method:
     """Token importance weights with PPO's mask: the first-order approximation of the sequence objective.
 
-    When: MoE models, together with routing replay if updates are off-policy. Claims: sufficient for small mismatch and
-    staleness. Counter-claims: without replay, growing mismatch and collapse (DPPO).
+    When: MoE models, together with routing replay if updates are off-policy.
+    Claims: sufficient for small mismatch and staleness.
+    Counter-claims: without replay, growing mismatch and collapse (DPPO).
     """
     clip = PairGate(pair=UPDATE, low=1.0 - low, high=1.0 + high, when="outward", action="zero")
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, high=cap), clip))
@@ -176,7 +182,8 @@ def minirl(*, low: UpToOne = 0.2, high: ExcessBound = 0.27, cap: Bound = 5.0) ->
 def topr(*, high: Bound = 1.0) -> Method:
     """Good sequences have full weight. Bad sequences count only as far as the policy would still produce them.
 
-    When: very off-policy data. Claims: stable without a KL term; negative examples help instead of destabilizing.
+    When: very off-policy data.
+    Claims: stable without a KL term; negative examples help instead of destabilizing.
     Counter-claims: positive sequences have the bias of supervised training.
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, level="sequence", high=high, when="negative"),))
@@ -189,8 +196,9 @@ def topr(*, high: Bound = 1.0) -> Method:
 def aspo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28, cap: Bound = 3.0) -> Method:
     """Positive tokens are weighted by the inverse of their ratio, which favors tokens that became less likely.
 
-    When: entropy collapses because likely tokens get more and more weight. Claims: repairs the imbalance of weights
-    between positive and negative tokens. Counter-claims: it is not an importance weight of any distribution.
+    When: entropy collapses because likely tokens get more and more weight.
+    Claims: repairs the imbalance of weights between positive and negative tokens.
+    Counter-claims: it is not an importance weight of any distribution.
     """
     return Method(
         surrogate=Score(),
@@ -210,8 +218,9 @@ def aspo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28, cap: Bound = 3.0) -> M
 def ctpo(*, low: NotNegative = 0.025, high: Positive = 0.05, dual: Positive = 0.05, power: UpToOne = 0.5) -> Method:
     """The product of ratios up to the token, with bounds that grow with the spread of such a product.
 
-    When: several updates per rollout, and rewards within a response. Claims: corrects the prefix with less variance
-    than the whole product. Counter-claims: with one reward at the end it is biased: later tokens are not corrected.
+    When: several updates per rollout, and rewards within a response.
+    Claims: corrects the prefix with less variance than the whole product.
+    Counter-claims: with one reward at the end it is biased: later tokens are not corrected.
     """
     return Method(
         surrogate=Ratio(
@@ -256,10 +265,12 @@ def drift_control() -> Method:
 
     When: a mismatch of trainer and engine with advantages that are not centred in every state: a critic, or one reward
     for many turns. Pass the state's value as ``state_values_T``. With ``V = A`` it equals ``reinforce_token_is``, with
-    ``V = 0`` ``reinforce``. Claims: if ``V`` is the mean of ``A`` under the behavior policy, the drift is exactly 0,
-    and only the action-dependent part of ``A`` is off-policy. Shifting ``A`` and ``V`` by a function of the state
-    changes no expectation. Counter-claims: a wrong ``V`` leaves the drift of its error. No published LLM training uses
-    it. The ratio has no bound; a bound would break the identity.
+    ``V = 0`` ``reinforce``.
+    Claims: if ``V`` is the mean of ``A`` under the behavior policy, the drift is exactly 0, and only the
+    action-dependent part of ``A`` is off-policy. Shifting ``A`` and ``V`` by a function of the state changes no
+    expectation.
+    Counter-claims: a wrong ``V`` leaves the drift of its error. No published LLM training uses it. The ratio has no
+    bound; a bound would break the identity.
     """
     return Method(surrogate=Score(), terms=(DriftControl(),))
 
@@ -272,8 +283,9 @@ def expected_score(current_TK: Tensor, behavior_TK: Tensor, *, high: float | Non
     meaningful.
 
     The engine gives its ``K`` most likely tokens, not the vocabulary. The other tokens, the tail, are assumed to have
-    the trainer's probabilities, scaled to the remaining mass: ``q = alpha p``, ``alpha = (1 - sum of q) / (1 - sum of
-    p)``. As ``sum of p grad log p`` is 0 over the vocabulary, the tail's mean is minus that of the head:
+    the trainer's probabilities, scaled to the remaining mass: ``q = alpha p``,
+    ``alpha = (1 - sum of q) / (1 - sum of p)``. As ``sum of p grad log p`` is 0 over the vocabulary, the tail's mean is
+    minus that of the head:
 
         sum over the head of  (q min(p / q, high) - alpha min(1 / alpha, high) p) grad log p
 

@@ -49,9 +49,9 @@ def _region(*, low: float, high: float) -> tuple[PairGate, PairGate]:
 def kpop(*, phi: Bound = 0.1) -> Method:
     """A range in binary KL: tight for likely tokens, wide for rare tokens.
 
-    When: a range of ratios masks rare tokens and lets confident tokens drift. Claims: IcePop masks fewer tokens while
-    the gap widens; KPop does not. Counter-claims: the weight of a rare token may be ten or more, because the ratio
-    itself has no bound.
+    When: a range of ratios masks rare tokens and lets confident tokens drift.
+    Claims: IcePop masks fewer tokens while the gap widens; KPop does not.
+    Counter-claims: the weight of a rare token may be ten or more, because the ratio itself has no bound.
     """
     statistics = "binary_kl", "reverse_binary_kl"
     gates = (PairGate(pair=TOTAL, statistic=name, high=phi, action="zero") for name in statistics)
@@ -65,8 +65,9 @@ def kpop(*, phi: Bound = 0.1) -> Method:
 def intellect_3(*, low: UpToOne = 0.5, high: FromOne = 5.0, veto: UpToOne = 1e-5) -> Method:
     """IcePop's range for the total ratio, and a veto.
 
-    When: asynchronous training of MoE models. Claims: no reward collapse over long runs. Counter-claims: as ``icepop``
-    and ``veto``.
+    When: asynchronous training of MoE models.
+    Claims: no reward collapse over long runs.
+    Counter-claims: as ``icepop`` and ``veto``.
     """
     return Method(
         surrogate=_W, factors=(PairGate(pair=TOTAL, low=low, high=high), PairGate(pair=TOTAL, reduce="min", low=veto))
@@ -80,9 +81,10 @@ def intellect_3(*, low: UpToOne = 0.5, high: FromOne = 5.0, veto: UpToOne = 1e-5
 def mis_po(
     *, low: UpToOne = 0.5, high: FromOne = 2.0, low_sequence: UpToOne = 0.996, high_sequence: FromOne = 1.001
 ) -> Method:
-    """Filters of tokens and of sequences without a weight: kept tokens count as on-policy.
+    """Filters of tokens and of sequences, and no weight: kept tokens count as on-policy.
 
-    When: the variance of weights is too large. Claims: less gradient noise than importance weights at equal stability.
+    When: the variance of weights is too large.
+    Claims: less gradient noise than importance weights at equal stability.
     Counter-claims: in a replication at staleness 256 the token filter alone reached 59 %, both 3 %, random rejection of
     as many sequences 41 %. The range for tokens is from mis_ext; that of the paper is not known.
     """
@@ -97,9 +99,9 @@ def mis_po(
 def dppo_tv(*, delta: ExcessBound = 0.15, cap: Bound = 20.0) -> Method:
     """A trust region of probabilities, which stops only updates that move further outside.
 
-    When: instead of PPO's clip, with the behavior policy as centre. Claims: ratio clips constrain rare tokens too much
-    and likely tokens too little; stable without routing replay. Counter-claims: a rare token's probability can grow a
-    hundredfold inside the region.
+    When: instead of PPO's clip, with the behavior policy as centre.
+    Claims: ratio clips constrain rare tokens too much and likely tokens too little; stable without routing replay.
+    Counter-claims: a rare token's probability can grow a hundredfold inside the region.
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, high=cap), *_region(low=delta, high=delta)))
 
@@ -111,7 +113,8 @@ def dppo_tv(*, delta: ExcessBound = 0.15, cap: Bound = 20.0) -> Method:
 def dppo_kl(*, delta: Bound = 0.05, cap: Bound = 20.0) -> Method:
     """As ``dppo_tv``, with the binary KL from behavior to current policy.
 
-    When: very unlikely tokens should be protected: KL grows there, total variation does not. Claims: as ``dppo_tv``.
+    When: tokens that became very unlikely should be protected: KL grows there, total variation does not.
+    Claims: as ``dppo_tv``.
     Counter-claims: one sampled token shows little of a distribution.
     """
     gate = PairGate(pair=TOTAL, statistic="reverse_binary_kl", high=delta, when="outward", action="zero")
@@ -156,9 +159,10 @@ def ipo(*, delta: Bound = 0.1, tau: NotNegative = 1e-3) -> Method:
 def glm_5(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
     """Direct double-sided importance sampling: no proximal policy; tokens outside the range are masked.
 
-    When: rollouts of several weight versions, whose exact proximal policy is not known. Claims: simpler than IcePop and
-    more stable. Counter-claims: a controlled bias, according to its authors; the range also stops moves back. The
-    report gives no range for agents; these values are for reasoning.
+    When: rollouts of several weight versions, whose exact proximal policy is not known.
+    Claims: simpler than IcePop and more stable.
+    Counter-claims: a controlled bias, according to its authors; the range also stops moves back. The report gives no
+    range for agents; these values are for reasoning.
     """
     band = PairGate(pair=TOTAL, low=1.0 - low, high=1.0 + high, action="zero")
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL), band))
@@ -171,8 +175,9 @@ def glm_5(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
 def mimo_mopd(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     """On-policy distillation: pass the teacher's log-ratio as advantage.
 
-    When: teachers of several domains become one student. Claims: inherits nearly all of each teacher. Counter-claims:
-    the report gives no values for the range: these are from mis_ext.
+    When: teachers of several domains become one student.
+    Claims: inherits nearly all of each teacher.
+    Counter-claims: the report gives no values for the range: these are from mis_ext.
     """
     return Method(
         surrogate=Score(),
@@ -187,9 +192,10 @@ def mimo_mopd(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
 def opsm(*, delta: NotNegative = 0.05) -> Method:
     """Bad sequences that have become unlikely are rejected.
 
-    When: always safe: positive advantages never change. Claims: stabilises training that is off-policy because of
-    updates or because of the engine. Counter-claims: with the proximal instead of the behavior policy, as in some
-    frameworks, it does not see the mismatch. The paper gives no threshold: this value is from mis_ext.
+    When: always safe: it never rejects a positive advantage.
+    Claims: stabilises training that is off-policy because of updates or because of the engine.
+    Counter-claims: with the proximal instead of the behavior policy, as in some frameworks, it does not see the
+    mismatch. The paper gives no threshold: this value is from mis_ext.
     """
     gate = PairGate(pair=TOTAL, statistic="k1", reduce="mean", high=delta, when="negative")
     return Method(surrogate=Ratio(pair=UPDATE, low=0.8, high=1.2), factors=(gate,))
@@ -208,9 +214,10 @@ def opsm(*, delta: NotNegative = 0.05) -> Method:
 def m2po(*, budget: NotNegative = 0.04) -> Method:
     """A budget for the second moment of the log-ratio: it masks as few tokens as possible, and keeps the denominator.
 
-    When: stale data. Claims: matches on-policy training at a staleness of 256 updates; clips 0.06 % of the tokens
-    instead of 1.2 %. Counter-claims: fails on long sequences, where single tokens matter little. The budget is over one
-    call on one rank. The authors' code bounds ratios by the resulting threshold, but never tighter than [0.7, 1.5].
+    When: stale data.
+    Claims: matches on-policy training at a staleness of 256 updates; clips 0.06 % of the tokens instead of 1.2 %.
+    Counter-claims: fails on long sequences, where single tokens matter little. The budget is over one call on one rank.
+    The authors' code bounds ratios by the resulting threshold, but never tighter than [0.7, 1.5].
     """
     outliers = PairGate(
         pair=TOTAL,
@@ -232,8 +239,9 @@ def m2po(*, budget: NotNegative = 0.04) -> Method:
 def vaco(*, delta: NotNegative = 0.02) -> Method:
     """Total variation as a constraint: if it is violated, only updates towards ratio 1 have a gradient.
 
-    When: drift should be bounded on average, not token by token. Claims: no token is stopped if the batch satisfies the
-    constraint. Counter-claims: all or nothing: one extreme token can stop half of the batch.
+    When: drift should be bounded on average, not token by token.
+    Claims: no token is stopped if the batch satisfies the constraint.
+    Counter-claims: all or nothing: one extreme token can stop half of the batch.
     """
     armed = PairGate(
         pair=TOTAL, statistic="half_abs_ratio_excess", reduce="batch_mean", high=delta, when="outward", action="zero"
@@ -278,10 +286,10 @@ class EssKl(Term):
 def p3o() -> Method:
     """The batch's share ``ess`` of effective tokens is the cap of the weight, and ``1 - ess`` scales a KL term.
 
-    When: data of varying staleness, so that every fixed bound is wrong for some batches. Claims: matches or exceeds
-    tuned baselines without a parameter to tune. Counter-claims: a cap below 1 also reduces the weights of on-policy
-    tokens, so a batch with a few extreme tokens learns slowly. The KL term pulls towards the behavior policy, including
-    the mismatch of its engine.
+    When: data of varying staleness, so that every fixed bound is wrong for some batches.
+    Claims: matches or exceeds tuned baselines without a parameter to tune.
+    Counter-claims: a cap below 1 also reduces the weights of on-policy tokens, so a batch with a few extreme tokens
+    learns slowly. The KL term pulls towards the behavior policy, including the mismatch of its engine.
     """
     return Method(surrogate=Score(), factors=(EssCap(),), terms=(EssKl(),))
 
@@ -384,8 +392,9 @@ class GaussianGate(Factor):
 def vespo(*, positive: _ShapeScale = (2.0, 3.0), negative: _ShapeScale = (3.0, 2.0)) -> Method:
     """A soft weight of the whole sequence: (shape, scale) by the sign of the advantage.
 
-    When: very stale data. Claims: stable at a staleness of 64 updates, without normalising by length. Counter-claims:
-    for long sequences, noise alone moves the product far from 1; then every weight is near 0.
+    When: very stale data.
+    Claims: stable at a staleness of 64 updates, without normalising by length.
+    Counter-claims: for long sequences, noise alone moves the product far from 1; then every weight is near 0.
     """
     return Method(surrogate=Score(), factors=(Gamma(positive=positive, negative=negative),))
 
@@ -398,8 +407,9 @@ def vespo(*, positive: _ShapeScale = (2.0, 3.0), negative: _ShapeScale = (3.0, 2
 def sapo(*, positive: Positive = 1.0, negative: Positive = 1.05) -> Method:
     """A soft gate instead of PPO's clip; ``tau`` depends on the sign of the advantage.
 
-    When: hard clips remove tokens that are only slightly outside. Claims: more stable and better than GSPO and GRPO at
-    equal budget. Counter-claims: far outside, the gradient is small but not 0.
+    When: hard clips remove tokens that are only slightly outside.
+    Claims: more stable and better than GSPO and GRPO at equal budget.
+    Counter-claims: far outside, the gradient is small but not 0.
     """
     return Method(surrogate=Sigmoid(positive=positive, negative=negative))
 
@@ -421,9 +431,10 @@ def maspo(
 ) -> Method:
     """A soft gate that is wide for rare tokens and good responses, and narrow for bad responses.
 
-    When: hard clips remove gradients, and the policy should learn rare tokens. Claims: up to 3 points over GRPO at 1.5B
-    to 14B, with more entropy. Counter-claims: with the authors' values a ratio of 2 keeps 0.6 of its gradient, and
-    nothing else bounds it. The formula is from the authors' code.
+    When: hard clips remove gradients, and the policy should learn rare tokens.
+    Claims: up to 3 points over GRPO at 1.5B to 14B, with more entropy.
+    Counter-claims: with the authors' values a ratio of 2 keeps 0.6 of its gradient, and nothing else bounds it. The
+    formula is from the authors' code.
     """
     gate = GaussianGate(scale=scale, power=power, high=high, positive=positive, negative=negative)
     return Method(surrogate=Ratio(), factors=(gate,))

@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -40,6 +41,11 @@ def ratios(*values: float) -> dict:
 
 
 # --- every preset
+
+
+def test_each_heading_in_the_text_of_a_method_begins_a_line_for_the_terminal() -> None:
+    for row in METHODS.values():
+        assert not re.search(r"\S (When|Claims|Counter-claims): ", row.text), row.name
 
 
 @each_preset
