@@ -88,7 +88,7 @@ class Canary:
             engine: Its log-prob of each token, in nats.
 
         Raises:
-            ValueError: A log-prob is not finite or above 0, their number changed, or there are fewer than two.
+            ValueError: A log-prob is not finite, or is above 0; their number changed, or there are fewer than two.
         """
         name, scores = str(version), [*engine]
         length = len(next(iter(self._history.values()), scores))

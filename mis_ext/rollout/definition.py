@@ -120,8 +120,8 @@ class LogProbDefinition:
             )
         elif not self.is_behavior:
             behavior = (
-                "only the server has its log-probs; start vLLM with --logprobs-mode processed_logprobs, SGLang "
-                "without SGLANG_RETURN_ORIGINAL_LOGPROB"
+                "only the server has those; start vLLM with --logprobs-mode processed_logprobs, SGLang without "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
             if not self.returns_logits and replace(sampled, truncation=None) == returned:
                 behavior = (

@@ -83,8 +83,8 @@ class BoundaryKind(str, Enum):
     CONTIGUOUS = "contiguous"
     """It begins with exactly the known ids of an earlier call that no other call continues."""
     FORK = "fork"
-    """It begins with exactly the known ids of an earlier call, and differs from the calls that continue this call
-    before any token that they sampled: another branch of the conversation.
+    """It begins with exactly the known ids of an earlier call, and differs from the calls that continue that
+    earlier call before any token that they sampled: another branch of the conversation.
     """
     TRUNCATED_GENERATION = "truncated_generation"
     """The token limit ended the previous call, and other ids follow its exact ids: the template closed the turn."""
@@ -120,8 +120,8 @@ class Boundary:
     Attributes:
         kind: The class.
         action: The action of the builder.
-        earlier: Request id of the call that the prompt was compared with: the last call with the most common ids, or
-            the last call.
+        earlier: Request id of the call that the prompt was compared with: the last of the calls with the most ids in
+            common, or the last call of all.
         later: Request id of the call whose prompt was compared.
         continues: Request id of the previous call in the sample, with all its sampled ids; None if a sample begins with
             this call, or if it is in no sample.

@@ -76,7 +76,7 @@ class Settings:
 
     @classmethod
     def from_args(cls, args: Any) -> Settings:
-        """The settings in a framework's ``args``, by default the default values."""
+        """The settings in a framework's ``args``; the defaults if there are none."""
         given = getattr(args, KEY, None) or {}
         if not isinstance(given, Mapping):
             raise TypeError(f"{KEY} must be a mapping of {', '.join(f.name for f in fields(cls))}, got {given!r}")

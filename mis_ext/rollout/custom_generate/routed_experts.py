@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts of a sample for ``--use-rollout-routing-replay``, joined over the requests of its episode.
 
-Row ``p`` has the experts of the forward pass of token ``p``, so a sample of ``T`` tokens has ``T - 1`` rows ``[layers,
-topk]``: the last token has no forward pass. Tokens that were not sampled have rows too, from the next request. SGLang
-returns the rows of the whole sequence for each request, and the frameworks' own functions keep the last response. If
-the cache was dropped in between, as after every weight update, the engine has computed the experts of earlier tokens
-again, and they may differ from the experts at sampling. So a request asks only for missing rows, and earlier rows do
-not change.
+Row ``p`` has the experts of the forward pass of token ``p``, so a sample of ``T`` tokens has ``T - 1`` rows
+``[layers, topk]``: the last token has no forward pass. Tokens that were not sampled have rows too, from the next
+request. SGLang returns the rows of the whole sequence for each request, and the frameworks' own functions keep the last
+response. If the cache was dropped in between, as after every weight update, the engine has computed the experts of
+earlier tokens again, and they may differ from the experts at sampling. So a request asks only for missing rows, and
+earlier rows do not change.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
     """Join lines of server-sent events into a response.
 
     For chat, completions and vLLM's ``/inference/v1/generate``, the function joins texts, reasoning, log-probs and ids
-    of chunks in the order of arrival, and lists parts of tool calls. Request ``stream_options: {"include_usage":
-    true}``: without it the readers have no count to compare with. An event of SGLang's ``/generate`` contains all
-    earlier events, so the last event is the response. With ``--incremental-streaming-output`` it does not, and the
-    readers refuse it.
+    of chunks in the order of arrival, and lists parts of tool calls. Request
+    ``stream_options: {"include_usage": true}``: without it the readers have no count to compare with. An event of
+    SGLang's ``/generate`` contains all earlier events, so the last event is the response. With
+    ``--incremental-streaming-output`` it does not, and the readers refuse it.
 
     Args:
         lines: The lines from the server, including empty lines.

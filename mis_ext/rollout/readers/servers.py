@@ -72,8 +72,8 @@ def read_sglang_chat(
 
     The request needs ``logprobs: true`` and, for the ids of prompt and response, ``return_token_ids: true``.
     Alternatively, ``return_meta_info: true`` returns the ids of the response, and ``return_prompt_token_ids: true`` or
-    a prompt sent as ``input_ids`` gives those of the prompt. A stream has them only with ``return_input_ids_in_sglext:
-    true`` and ``return_output_ids_in_sglext: true``.
+    a prompt sent as ``input_ids`` gives those of the prompt. A stream has them only with
+    ``return_input_ids_in_sglext: true`` and ``return_output_ids_in_sglext: true``.
 
     Args:
         request: The request as it was sent, decoded.
