@@ -79,7 +79,7 @@ def _weights(rows_TV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
 def _logit_gradient(
     rows_TV: Tensor, column_T: Tensor, kept_TV: Tensor | None, of_rows: Coefficients, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the scaled logits, which the caller multiplies by ``scale``, and bool ``[T, 1]``: is it needed.
+    """The gradient of the scaled logits, which the caller multiplies by ``scale``, and ``[T, 1]``: rows that have one.
 
     ``g (1[v = t] - p_v)`` from the log-prob of token ``t``, and ``-h p_v (log p_v + H)`` from the entropy, with
     ``p = softmax(scale z)``: see :mod:`mis_ext.scoring.scores`.

@@ -168,9 +168,7 @@ def _check_head(hidden_NE: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if values is not None and values.device != hidden_NE.device:
             raise ValueError(f"{name} is on {values.device}, but hidden is on {hidden_NE.device}")
     if weight.ndim != 2 or weight.shape[1] != hidden_NE.shape[1]:
-        raise ValueError(
-            f"weight has shape {list(weight.shape)}, must be [V, {hidden_NE.shape[1]}], the width of hidden"
-        )
+        raise ValueError(f"weight has shape {list(weight.shape)}, must be [V, {hidden_NE.shape[1]}], as wide as hidden")
     if 0 in weight.shape:
         raise ValueError(f"weight has shape {list(weight.shape)}: neither V nor E may be 0")
     if bias is not None and bias.shape != (len(weight),):

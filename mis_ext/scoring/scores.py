@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropy of tokens from their logits: two passes over the logits, and no copy of them.
 
-With logits ``z`` divided by the temperature, a token's log-prob is ``z_t - log sum exp z`` and the entropy ``H = log
-sum exp z - sum p z``. Three sums over a row give both, and the gradient of a loss with ``g = dL/dlogp`` and ``h =
-dL/dH``: ``(g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``. So the forward pass reads the logits once and
-keeps a few numbers per token; the backward pass reads them once more and writes the gradient. PyTorch operations
-implement it (``_logit_gradient`` of ``chunked.py``), and Triton kernels on a GPU (``gradient_kernel`` of
-``triton_backend.py``). ``_sums`` of ``loss/policy.py`` computes ``g`` and ``h`` of the full policy loss.
+With logits ``z`` divided by the temperature, a token's log-prob is ``z_t - log sum exp z`` and the entropy
+``H = log sum exp z - sum p z``. Three sums over a row give both, and the gradient of a loss with ``g = dL/dlogp`` and
+``h = dL/dH``: ``(g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``. So the forward pass reads the logits once
+and keeps a few numbers per token; the backward pass reads them once more and writes the gradient. PyTorch operations
+implement it (``_logit_gradient`` of ``chunked.py``), and on a GPU, if Triton can be imported, kernels
+(``gradient_kernel`` of ``triton_backend.py``). ``_sums`` of ``loss/policy.py`` computes ``g`` and ``h`` of the full
+policy loss.
 """
 
 from __future__ import annotations
@@ -136,9 +137,10 @@ class _Use(NamedTuple):
 class _Scored(torch.autograd.Function):
     """Log-prob ``log p_t`` of the token ``t``, and entropy ``H``, from logits ``z``: ``p = softmax(z / temperature)``.
 
-    With ``g`` and ``h``, the incoming gradients of the log-prob and the entropy, the gradient of ``z_v`` is ``(g (1[v =
-    t] - p_v) - h p_v (log p_v + H)) / temperature``. With ``kept``, ``p_v`` of the first term is normalised over the
-    kept columns. ``_logit_gradient`` of ``chunked.py`` and ``gradient_kernel`` of ``triton_backend.py`` compute it.
+    With ``g`` and ``h``, the incoming gradients of the log-prob and the entropy, the gradient of ``z_v`` is
+    ``(g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``. With ``kept``, ``p_v`` of the first term is normalised
+    over the kept columns. ``_logit_gradient`` of ``chunked.py`` and ``gradient_kernel`` of ``triton_backend.py``
+    compute it.
     """
 
     @staticmethod

@@ -294,7 +294,7 @@ def test_parts_are_equal_and_none_is_larger(number, most) -> None:
         (
             {"weight": torch.zeros(5, 4)},
             ValueError,
-            r"weight has shape \[5, 4\], must be \[V, 3\], the width of hidden",
+            r"weight has shape \[5, 4\], must be \[V, 3\], as wide as hidden",
         ),
         ({"weight": torch.zeros(5, 3).bfloat16()}, TypeError, "weight is torch.bfloat16, but hidden is torch.float32"),
         ({"weight": torch.zeros(0, 3)}, ValueError, r"weight has shape \[0, 3\]: neither V nor E may be 0"),
