@@ -15,7 +15,7 @@ from rows import for_each
 from mis_ext import CorrectionConfig, Gate, MismatchWarning, Weight, config_from_mapping, load_config, session_for
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.keys.reading import read_config
-from mis_ext.keys.rows import FLAT_KEYS, OF_OTHERS, PREFIXES, ROWS, TIS_OF_FRAMEWORKS
+from mis_ext.keys.rows import FLAT_KEYS, OF_OTHERS, PREFIXES, REMOVED, ROWS, TIS_OF_FRAMEWORKS
 from mis_ext.methods import METHODS
 
 REFUSED = {
@@ -429,3 +429,25 @@ def test_a_file_error_names_the_file(tmp_path: Path) -> None:
     path.write_text("- use_tis\n")
     with pytest.raises(ValueError, match="expected a mapping"):
         load_config(path)
+
+
+# --- what 0.6 removed
+
+
+def file_with(name: str) -> dict[str, Any]:
+    if name.startswith("rs_gates."):
+        key, _, value = name.removeprefix("rs_gates.").partition(": ")
+        return {"use_rs": True, "rs_gates": [{"high": 2.0}, {key: value or 1}]}
+    return {name: True} if name.startswith("mis_loss_") else {"mis_metrics": ["mis_kl", name]}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_one_error_names_the_version_and_what_to_write(name) -> None:
+    with pytest.raises(ValueError, match=r"0\.6") as error:
+        config_from_mapping({"use_tis": True, **file_with(name)})
+    assert str(error.value) == f"{name} was removed in mis_ext 0.6: {REMOVED[name]}"
+
+
+def test_other_wrong_keys_of_the_filter_are_named_too() -> None:
+    with pytest.raises(ValueError, match=r"rs_gates\.level was removed.*\n.*rs_gates\[0\]: 'hihg'"):
+        config_from_mapping({"use_rs": True, "rs_gates": [{"level": "token", "hihg": 2.0}]})

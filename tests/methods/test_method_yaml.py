@@ -140,6 +140,19 @@ def test_the_command_prints_the_file(capsys) -> None:
     assert "--yaml needs the NAME" in capsys.readouterr().err
 
 
+def test_the_list_names_every_method_with_its_objective(capsys) -> None:
+    assert main(["methods"]) == 0
+    lines = re.sub(r"\n {10,}", " ", capsys.readouterr().out).splitlines()
+    for name, row in METHODS.items():
+        assert any(line.split()[:1] == [name] and line.endswith(row.formula) for line in lines)
+
+
+def test_no_list_is_wider_than_a_terminal(capsys) -> None:
+    for command in ("methods", "presets"):
+        assert main([command]) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 @for_each("name", [name for name in METHODS if name not in HOOK])
 def test_what_the_hook_cannot_do_has_a_file_of_the_whole_loss(name) -> None:
     text = method_yaml(METHODS[name])
