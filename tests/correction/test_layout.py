@@ -76,42 +76,6 @@ def test_values_of_sequences_reach_their_tokens() -> None:
     assert layout.local_part(torch.tensor([0, 1, 2, 3, 4])).tolist() == [0, 3]
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        [],
-        [0, 0],
-        [0, 0, 3],
-        [31, 32, 33],
-        [63, 64, 65, 0, 128, 1, 62, 64, 1],
-        [1023, 1, 1024, 0, 1025],
-        [40_000],
-        [1] * 3000,
-        [32_769, 5],
-    ],
-    ids=lambda lengths: f"{len(lengths)} sequences of up to {max(lengths, default=0)}",
-)
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_sums_and_minima_over_sequences_and_their_spread_are_those_of_each_sequence(lengths, cp_size) -> None:
-    for cp_rank in range(cp_size):
-        layout = PackedLayout.context_parallel(
-            lengths, total_lengths=[length + 2 for length in lengths], cp_rank=cp_rank, cp_size=cp_size
-        )
-        rows = torch.randn(2, layout.num_local_tokens, generator=torch.Generator().manual_seed(1))
-        samples = rows.double().split(layout.local_lengths, dim=-1) if lengths else []
-        wanted = [sample.sum(-1) for sample in samples]
-        found = layout.sums(rows)
-        sums = torch.stack(wanted, dim=-1) if wanted else torch.zeros(2, 0).double()
-        torch.testing.assert_close(found, sums, rtol=1e-12, atol=1e-12)
-        assert torch.equal(found, layout.sums(rows))
-        # Positive numbers, which a padding of 0 would be below; no tokens, infinity.
-        lowest = [sample.abs().amin(-1) if sample.numel() else torch.full((2,), torch.inf) for sample in samples]
-        wanted_lowest = torch.stack(lowest, dim=-1).double() if lowest else torch.zeros(2, 0).double()
-        assert torch.equal(layout.minima(rows.abs()), wanted_lowest)
-        spread = layout.spread(torch.arange(len(lengths)))
-        assert spread.tolist() == [i for i, length in enumerate(layout.local_lengths) for _ in range(length)]
-
-
 @pytest.mark.parametrize("num_tokens", [8, 11])
 def test_the_part_of_a_rank_is_out_of_all_tokens_of_the_responses(num_tokens: int) -> None:
     layout = PackedLayout.context_parallel([2, 7], total_lengths=[3, 8], cp_rank=0, cp_size=2)

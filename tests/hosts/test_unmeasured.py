@@ -2,7 +2,6 @@
 """One response without any finite log-prob must not blank the curves of a step."""
 
 import math
-from argparse import Namespace
 
 import loss_cases
 import pytest
@@ -10,8 +9,6 @@ import torch
 from cases import ATOL, RTOL, assert_close, call_hook, correction_keys, random_samples
 from host_loop import sum_of_sample_mean, sum_of_token
 from reference import Samples, correct
-from thread_ranks import Rank, run_ranks
-from zigzag import local_tokens, take
 
 import mis_ext
 
@@ -70,35 +67,6 @@ def test_a_call_that_measured_nothing_reads_nan_and_counts_every_response() -> N
         assert metrics[f"mis_{row.name}"][response].isnan().all(), row.name
     for name in ("unmeasured_seq_fraction", "nonfinite_token_fraction"):
         assert (metrics[f"mis_{name}"][response] == 1.0).all()
-
-
-def test_context_parallel_ranks_fill_in_the_numbers_of_one_rank() -> None:
-    samples, totals = samples_with(BROKEN), [length + 3 for length in LENGTHS]
-    whole = call_hook(KEYS, samples)[2]
-
-    def work(rank: Rank) -> dict[str, torch.Tensor]:
-        place = {"total_lengths": totals, "cp_rank": rank.cp_rank, "cp_size": 2}
-        local = [take(column, **place) for column in (samples.train, samples.rollout)]
-        _, _, metrics = mis_ext.compute_mis_weights_with_cp(
-            Namespace(**KEYS),
-            pg_loss=torch.ones(sum(map(len, local[0]))),
-            train_log_probs=local[0],
-            rollout_log_probs=local[1],
-            loss_masks=samples.masks,
-            total_lengths=totals,
-            response_lengths=LENGTHS,
-            parallel_state=rank.parallel_state,
-        )
-        return metrics
-
-    for cp_rank, metrics in enumerate(run_ranks(work, cp_size=2)):
-        own, start = [], 0
-        for total, length in zip(totals, LENGTHS, strict=True):
-            tokens = local_tokens(total_length=total, response_length=length, cp_rank=cp_rank, cp_size=2)
-            own += [start + token for token in tokens]
-            start += length
-        for name, values in metrics.items():
-            assert_close(values, whole[name][own].double(), what=name)
 
 
 # --- samples that the host removed

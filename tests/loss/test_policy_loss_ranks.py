@@ -20,7 +20,6 @@ from mis_ext.hosts.megatron import Host, VocabularyPart, batch_loss, fused_score
 from mis_ext.hosts.session import Session, current_run
 from mis_ext.loss.policy import MILES_METRICS, groups_of_sums
 from mis_ext.methods import batch as batch_sums
-from mis_ext.scoring import Scores
 
 REDUCER = "custom_pg_loss_reducer_function_path"
 GSPO = {"advantage_estimator": "gspo"}
@@ -81,14 +80,6 @@ def assert_parts(parts: list, whole: tuple, *, is_padded: bool) -> None:
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
 
 
-def of_one_token(batch: dict) -> dict:
-    """The response of one token of a batch."""
-    return {
-        key: [values[2]] if isinstance(values, list) else values[2:3] if isinstance(values, torch.Tensor) else values
-        for key, values in batch.items()
-    }
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
     batch = loss_cases.whole_batch()
@@ -99,35 +90,6 @@ def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
             return computed(rank.groups, OPTIONS[name], batch, is_padded=is_padded)
 
         assert_parts(run_ranks(on_rank, cp_size=cp_size), whole, is_padded=is_padded)
-
-
-def no_scores(*_) -> Scores:
-    return Scores(torch.zeros(0), torch.zeros(0))
-
-
-def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
-    """One response of one token: one rank owns the logits before it, the other one none that count."""
-    chosen = of_one_token(loss_cases.whole_batch())
-    for keys in ({}, loss_cases.GATES, GSPO):
-
-        def on_rank(rank: Rank, keys=keys) -> tuple:
-            place = {"cp_rank": rank.cp_rank, "cp_size": rank.groups.cp_size}
-            local = loss_cases.local_batch(chosen, **place)
-            logits = local.pop("logits").requires_grad_()
-            # Miles' log-probs of no tokens do not come from the logits.
-            score = plain_scores if sum(map(len, local["advantages"])) else no_scores
-            found = batch_loss(
-                current_run(loss_cases.host_args(**keys), whole_loss=True), Host(rank.groups, score), local, logits
-            )
-            found.loss.backward()
-            return sum(map(len, local["advantages"])), logits.grad, found.loss.detach()
-
-        parts = run_ranks(on_rank, cp_size=2)
-        assert sorted(part[0] for part in parts) == [0, 1]
-        for count, gradient, loss in parts:
-            assert gradient is not None
-            assert bool(gradient.any()) is (count == 1)
-            assert count == 1 or float(loss) == 0.0
 
 
 def failing_on_rank_1(

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 pytest.importorskip("transformers", reason="real tokenizers: pip install transformers")
@@ -13,11 +11,6 @@ from conversations import call, sample_of
 
 from mis_ext.rollout.builder import build_samples
 from mis_ext.rollout.generation import BoundaryError
-
-
-def find_mismatch(known, prompt):
-    """The first place at which a prompt differs from what is known; None if all of that is there."""
-    return next((i for i, each in enumerate(known) if i == len(prompt) or prompt[i] != each), None)
 
 
 def test_of_the_best_of_n_the_one_that_was_chosen_goes_on() -> None:
@@ -60,41 +53,3 @@ def test_strict_refuses_a_fork() -> None:
     found = "at position 2 the prompt has id 2, but the known id is 1"
     with pytest.raises(BoundaryError, match=rf"'2': .*request '1' \(fork\): {found}"):
         build_samples(calls)
-
-
-def sampled_range(calls, name):
-    return next(range(len(each.sampled_ids)) for each in calls if each.request_id == name)
-
-
-@pytest.mark.parametrize("size", [1, 5, 1025])
-def test_calls_that_part_anywhere_are_found_again(size) -> None:
-    """Runs that are cut at any place, against a comparison of single ids with every call."""
-    rng = random.Random(size)
-    calls, knowns = list[object](), list[list[int]]()
-    for number in range(30):
-        base = rng.choice(knowns) if knowns and rng.random() < 0.8 else [rng.randrange(2) for _ in range(size)]
-        kept = len(base) if rng.random() < 0.5 else rng.randrange(len(base) + 1)
-        prompt = base[:kept] + [rng.randrange(2) for _ in range(rng.randrange(3))]
-        calls.append(call(f"call {number}", prompt, [rng.randrange(2) for _ in range(rng.randint(1, 3))]))
-        knowns.append(prompt + calls[-1].sampled_ids)
-    built = build_samples(calls, policy="split")
-    names = [each.request_id for each in calls]
-    for number, boundary in enumerate(built.boundaries, start=1):
-        if boundary.action == "dropped":
-            continue
-        held = [known for known in knowns[:number] if find_mismatch(known, calls[number].prompt_ids) is None]
-        found = boundary.continues and knowns[names.index(boundary.continues)]
-        assert found == max(held, key=len, default=None)
-    # Every sampled token is trained once, and behind the very ids that the server had.
-    sampled = [(each.request_id, i) for each in calls for i in range(len(each.sampled_ids))]
-    copies = {calls[i].request_id for i, each in enumerate(built.boundaries, start=1) if each.action == "dropped"}
-    trained = []
-    for sample in built.samples:
-        start = len(sample.tokens) - sample.response_length
-        places = [start + i for i, mask in enumerate(sample.loss_mask) if mask]
-        of_calls = [(calls[names.index(name)], i) for name in sample.request_ids for i in sampled_range(calls, name)]
-        for place, (one, i) in zip(places, of_calls, strict=True):
-            assert sample.tokens[: place + 1] == one.prompt_ids + one.sampled_ids[: i + 1]
-            assert sample.rollout_log_probs[place - start] == one.log_probs[i]
-            trained.append((one.request_id, i))
-    assert sorted(trained) == sorted(each for each in sampled if each[0] not in copies)

@@ -51,35 +51,6 @@ def test_responses_of_vllm_are_read(tmp_path) -> None:
     assert report_of(write(tmp_path, *rows))["sampled_tokens"] == 7
 
 
-def test_every_class_of_boundary_is_counted_with_its_first_example(tmp_path, tokenizer_folder) -> None:
-    path = write(tmp_path, *every_case())
-    report = report_of(path, "--tokenizer", tokenizer_folder)
-    cases = {name: make(english_tokenizer()) for name, make in CASES.items()}
-    assert {kind: each["count"] for kind, each in report["boundaries"].items()} == {
-        kind: sum(case.kind == kind for case in cases.values()) for kind in {case.kind for case in cases.values()}
-    }
-    assert report["reasons"] == ["2 of 7 turn boundaries have different ids"]
-    assert (report["boundaries"]["different"]["share"], report["boundaries"]["different"]["failing"]) == (2 / 7, 2)
-    first = report["boundaries"]["different"]["first"]
-    known = [*cases["retokenized"].calls[0].prompt_ids, *cases["retokenized"].calls[0].sampled_ids]
-    prompt = cases["retokenized"].calls[1].prompt_ids
-    position = next(i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b)
-    around = slice(position - 8, position + 8)
-    # The line of the second call: the seven first ones come before it.
-    assert first == {
-        "conversation": "retokenized",
-        "file": str(path),
-        "line": 9,
-        "earlier": "first",
-        "later": "second",
-        "position": position,
-        "expected_id": known[position],
-        "found_id": prompt[position],
-        "expected_text": english_tokenizer().decode(known[around]),
-        "found_text": english_tokenizer().decode(prompt[around]),
-    }
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_only_a_conversation_with_the_ids_that_were_sampled_passes(tmp_path, tokenizer_folder, name) -> None:
     path = write(tmp_path, *case_rows(name, CASES[name](english_tokenizer())))
