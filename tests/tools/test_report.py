@@ -145,6 +145,16 @@ def test_what_if_numbers_are_those_of_the_correction(point, samples) -> None:
     assert removed == pytest.approx(1.0 - outcome.kept_tokens, abs=0.5 / num_response + 1e-9) or point.config.gates
 
 
+def test_what_the_band_of_a_weight_removes_is_told_apart_from_a_filter() -> None:
+    ratios = torch.tensor([[1.0, 3.0, 3.0, 0.1, 20.0]])
+    part = Part.of_lists(proximal=[*torch.full((1, 5), -4.0)], behavior=[*(-4.0 - ratios.log())])
+    weight = mis_ext.Weight(mode="mask", low=0.5, high=2.0)
+    what_if = WhatIf(mis_ext.CorrectionConfig(weight=weight, gates=(mis_ext.Gate(high=10.0),)))
+    what_if.add(part)
+    # The largest ratio is beyond both.
+    assert what_if.outcome().removed_by == pytest.approx({"weight: 0.5 <= rho_t <= 2": 0.6, "two or more gates": 0.2})
+
+
 def test_evidence_of_causes_is_of_the_tokens_that_have_both_log_probs() -> None:
     behavior, proximal = torch.tensor([0.0, -0.5, -0.3, -9.0]), torch.tensor([-0.25, 0.0, -0.7, math.nan])
     part = Part.of_lists(proximal=[proximal], behavior=[behavior])
