@@ -235,12 +235,8 @@ class Circumstances:
     num_sequences: int | None = None
 
 
-def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | None = None) -> list[Trap]:
+def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | None = None) -> Iterator[Trap]:
     """The traps that ``config``, beside a method, falls into under these circumstances."""
-    return [*_traps(config, found, method)]
-
-
-def _traps(config: CorrectionConfig, found: Circumstances, method: Method | None) -> Iterator[Trap]:
     gates, weight = config.all_gates.values(), config.weight
     products = any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in gates)
     products = products or (weight is not None and weight.level == "sequence")
@@ -346,10 +342,9 @@ def _steps(config: CorrectionConfig) -> Iterator[Step]:
         return
     if config.weight is not None:
         yield _weight_step(config.weight)
-        if config.weight.gate is not None:
-            yield _gate_step("gate of the weight", config.weight.gate)
-    for name, gate in config.labelled_gates.items():
-        yield _gate_step(f"{'veto' if gate.is_veto else 'gate'} {name}", gate)
+    for name, gate in config.all_gates.items():
+        zero = "; else w = 0" if gate.action == "zero" else ""
+        yield Step(f"{'veto' if gate.is_veto else 'gate'} {name}", f"{band_of(gate)}{zero}")
     if config.normalize_over is not None:
         terms = "tokens" if config.weight is None or config.weight.level == "token" else "responses"
         yield Step("normalise", f"w <- w / mean(w) over {config.normalize_over} {terms}, {config.scope}")
@@ -366,11 +361,6 @@ def _weight_step(weight: Weight) -> Step:
     text = re.sub(r"\b(low|high)\b", lambda found: known.get(found[0], found[0]), text)
     stale = "; w = 1 where lag_t = 0" if weight.when == "stale" else ""
     return Step(f"weight, {weight.level}", f"x = {ratio}; w = {text}{stale}")
-
-
-def _gate_step(name: str, gate: Gate) -> Step:
-    zero = "; else w = 0" if gate.action == "zero" else ""
-    return Step(name, f"{band_of(gate)}{zero}")
 
 
 MAX_K3, MAX_LENGTH = 10.0, 1e7

@@ -204,7 +204,7 @@ def _summary(config: RunConfig) -> str:
     parts += ["every prompt has the same weight"] * group.prompt_mean
     if loss is not None and not loss.has_correction:
         return " | ".join([*parts, "no correction (no use_tis)"])
-    parts += [f"{step.name}: {step.formula}" for step in steps_of(correction) if step.name not in ("ratio", "result")]
+    parts += [f"{step.name}: {step.formula}" for step in steps_of(correction) if step.name != "ratio"]
     parts += ["measures only"] * correction.metrics_only
     return " | ".join([*parts, f"{len(correction.metric_names)} metrics train/mis_*"])
 

@@ -143,7 +143,7 @@ def recommend(
     for candidate in candidates:
         outcome = outcomes[candidate.name]
         config, method = candidate.config, candidate.method
-        traps = traps_of(config, circumstances_of(outcome, summary, is_stale=is_stale), method)
+        traps = [*traps_of(config, circumstances_of(outcome, summary, is_stale=is_stale), method)]
         each = Ranked(
             candidate.name,
             outcome,

@@ -16,7 +16,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.correct import Batch, Correction, compute_correction
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
 from mis_ext.methods.method import Method
-from mis_ext.tools.explain import band_of
+from mis_ext.tools.explain import described_gates
 from mis_ext.tools.report.part import Part
 
 _TOGETHER = "two or more gates"
@@ -77,11 +77,10 @@ class WhatIf:
     @cached_property
     def gates(self) -> dict[str, CorrectionConfig]:
         """Each gate that takes something out of the mask, as a configuration of its own."""
-        named = {name: gate for name, gate in self.config.labelled_gates.items() if gate.action == "reject"}
-        if self.config.weight is not None and self.config.weight.gate is not None:
-            named = {"weight": self.config.weight.gate} | named
         return {
-            f"{name}: {band_of(gate)}": CorrectionConfig(weight=None, gates=(gate,)) for name, gate in named.items()
+            name: CorrectionConfig(weight=None, gates=(gate,))
+            for name, gate in described_gates(self.config).items()
+            if gate.action == "reject"
         }
 
     def add(self, part: Part) -> Correction:
