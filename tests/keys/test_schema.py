@@ -20,7 +20,7 @@ from mis_ext.keys.reading import flat_keys
 from mis_ext.keys.rows import FLAT_KEYS, GATE_ROWS, PREFIXES, ROWS, json_schema
 from mis_ext.methods import METHODS
 from mis_ext.tools.cli import main
-from mis_ext.tools.method_files import method_yaml
+from mis_ext.tools.configuration_files import method_yaml
 
 fastjsonschema = pytest.importorskip("fastjsonschema")
 

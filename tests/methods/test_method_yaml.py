@@ -24,7 +24,7 @@ from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.published import published
 from mis_ext.tools.cli import main
-from mis_ext.tools.method_files import method_yaml
+from mis_ext.tools.configuration_files import method_yaml
 
 # The presets of the hook that are a row of the methods, under their flat keys.
 SAME = {

@@ -13,8 +13,8 @@ from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.tools.cli import main
+from mis_ext.tools.configuration_files import NO_CORRECTION, method_yaml
 from mis_ext.tools.explain import Circumstances, GaussianLaw, explain_config, traps_of
-from mis_ext.tools.method_files import NO_CORRECTION, method_yaml
 
 pytest.importorskip("rich")
 K3, LENGTH = 5e-3, 40

@@ -17,7 +17,7 @@ from mis_ext import CorrectionConfig, Gate, Weight
 from mis_ext.methods import METHODS
 from mis_ext.methods.first_update import as_correction, looks_at_advantages
 from mis_ext.tools.cli import main
-from mis_ext.tools.method_files import NO_CORRECTION, method_yaml
+from mis_ext.tools.configuration_files import NO_CORRECTION, method_yaml
 from mis_ext.tools.report import Collector, Part, WhatIf
 from mis_ext.tools.report.recommendation import file_candidate, method_candidate, preset_candidates, recommend
 from mis_ext.tools.report.what_if import Outcome

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from mis_ext.tools.cli.command import Result, show, show_grid, show_table
 
 if TYPE_CHECKING:
+    from mis_ext.tools.configuration_files import Configuration
     from mis_ext.tools.explain import Explanation
-    from mis_ext.tools.method_files import Spelt
 
 _DEFAULT = "mis"
 """The preset to take first."""
@@ -65,25 +65,25 @@ def run_explain(parsed: argparse.Namespace) -> Result:
     """Explain the configuration."""
     from mis_ext.tools.explain import explain_config
 
-    spelt = _spelt(parsed.config)
+    chosen = _find_configuration(parsed.config)
     found = explain_config(
-        spelt.config,
+        chosen.config,
         k3=parsed.k3,
         length=parsed.length,
         is_stale=parsed.stale,
         num_sequences=parsed.sequences,
-        said=spelt.said,
-        loss=spelt.loss,
+        said=chosen.said,
+        loss=chosen.loss,
     )
-    content = {"config": parsed.config, "about": spelt.about, **found.to_dict()}
-    return Result(content, lambda: _show_explanation(parsed.config, spelt.about, found))
+    content = {"config": parsed.config, "about": chosen.about, **found.to_dict()}
+    return Result(content, lambda: _show_explanation(parsed.config, chosen.about, found))
 
 
-def _spelt(name: str) -> Spelt:
+def _find_configuration(name: str) -> Configuration:
     """Return the configuration of a file, or of the preset or method of this name."""
     from mis_ext.files import list_presets, preset_path
     from mis_ext.methods import METHODS
-    from mis_ext.tools.method_files import read_file, read_method
+    from mis_ext.tools.configuration_files import read_file, read_method
     from mis_ext.validation import did_you_mean
 
     if Path(name).suffix in (".yaml", ".yml"):
@@ -235,7 +235,7 @@ def run_methods(arguments: argparse.Namespace) -> Result:
     from mis_ext.methods import METHODS, find_method
     from mis_ext.methods.catalogue import describe_method, list_methods, method_facts
     from mis_ext.methods.published import SYMBOLS
-    from mis_ext.tools.method_files import method_yaml
+    from mis_ext.tools.configuration_files import method_yaml
 
     if arguments.name is None:
         if arguments.yaml:

@@ -15,6 +15,7 @@ from mis_ext.loss.objective import objective_of
 from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import equivalent_correction, without_terms
 from mis_ext.methods.method import Method
+from mis_ext.tools.configuration_files import NO_CORRECTION, Configuration, method_yaml, read_file, read_method
 from mis_ext.tools.diagnosis.cause import Diagnosis
 from mis_ext.tools.diagnosis.table import CAUSES
 from mis_ext.tools.diagnosis.thresholds import MAIN_SHARE, PRETRAINED_K3
@@ -26,7 +27,6 @@ from mis_ext.tools.explain import (
     gates_sequences,
     traps_of,
 )
-from mis_ext.tools.method_files import NO_CORRECTION, Spelt, method_yaml, read_file, read_method
 from mis_ext.tools.report.summary import Summary
 from mis_ext.tools.report.what_if import Outcome
 
@@ -78,19 +78,19 @@ def method_candidate(name: str) -> Candidate:
     return _candidate(f"method {name}", read_method(row), method_yaml(row))
 
 
-def _candidate(name: str, spelt: Spelt, yaml: str) -> Candidate:
-    if spelt.loss is None or spelt.loss.method is None:
-        return Candidate(name, spelt.config, yaml, spelt.said)
-    method = objective_of(spelt.loss).method
+def _candidate(name: str, found: Configuration, yaml: str) -> Candidate:
+    if found.loss is None or found.loss.method is None:
+        return Candidate(name, found.config, yaml, found.said)
+    method = objective_of(found.loss).method
     if "reference" in method.policies:
         raise ValueError(f"{name}: it compares with the reference policy, whose log-probs a dump does not hold")
     if method.needs_state_values:
         raise ValueError(f"{name}: it weighs the values of states, which a dump does not hold")
     # What the hook could do too has its exact numbers, its gates by name, and its traps.
-    config = equivalent_correction(spelt.config, method)
+    config = equivalent_correction(found.config, method)
     if config is not None:
-        return Candidate(name, config, yaml, spelt.said)
-    return Candidate(name, spelt.config, yaml, spelt.said, method)
+        return Candidate(name, config, yaml, found.said)
+    return Candidate(name, found.config, yaml, found.said, method)
 
 
 @dataclass(frozen=True)

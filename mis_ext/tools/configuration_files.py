@@ -26,7 +26,7 @@ NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spelt:
+class Configuration:
     """The content of a configuration file, and facts about the method in it.
 
     Attributes:
@@ -42,41 +42,38 @@ class Spelt:
     about: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_file(path: str | Path) -> Spelt:
+def read_file(path: str | Path) -> Configuration:
     """Read a YAML file: a correction, and with a key of the full policy loss that loss.
 
     With ``mis_loss_method`` keys of a correction need ``use_tis: true`` in the file.
     """
     content = read_yaml(path)
     with errors_of(str(path)):
-        return _spelt(content)
+        return _configuration(content)
 
 
-def read_method(row: PublishedMethod) -> Spelt:
+def read_method(row: PublishedMethod) -> Configuration:
     """The content of :func:`method_yaml` for this row."""
     flags, keys = _flags_and_keys(row)
-    return dataclasses.replace(_spelt(keys), about=_about(row, flags, method=row.method, parameters={}))
+    return dataclasses.replace(_configuration(keys), about=_about(row, flags, method=row.method, parameters={}))
 
 
-def _spelt(content: dict[str, Any]) -> Spelt:
+def _configuration(content: dict[str, Any]) -> Configuration:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = read_config(content, whole_loss=says_whole_loss(content))
     said = tuple(dict.fromkeys(str(each.message) for each in caught))
-    if run.whole_loss is None:
-        return Spelt(config=run.correction, said=said)
-    loss, chosen = run.whole_loss.settings, run.whole_loss.settings.method
-    if chosen is None:
-        return Spelt(config=run.correction, loss=loss, said=said)
-    config = run.correction
+    config, loss = run.correction, None if run.whole_loss is None else run.whole_loss.settings
+    if loss is None or loss.method is None:
+        return Configuration(config=config, loss=loss, said=said)
     if run.double_correction is not None:
         if config.stops("double_correction"):
             raise ValueError(run.double_correction)
         said += (run.double_correction,)
-    row = find_method(chosen.name)
+    chosen, row = loss.method, find_method(loss.method.name)
     changed = {name: value for name, value in chosen.parameters if value != row.defaults[name]}
     about = _about(row, _whole_loss_flags(chosen.method), method=chosen.method, parameters=changed)
-    return Spelt(config=config, loss=loss, said=said, about=about)
+    return Configuration(config=config, loss=loss, said=said, about=about)
 
 
 def method_yaml(row: PublishedMethod) -> str:
