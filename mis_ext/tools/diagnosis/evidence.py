@@ -51,6 +51,11 @@ class Origin(NamedTuple):
         return math.nan if ids is None or not len(ids) else float(torch.as_tensor(ids).double().max())
 
 
+def step_order(name: str) -> tuple[bool, str]:
+    """The key by which steps are sorted: numbers by their size, then names."""
+    return not name.isdecimal(), name.zfill(20)
+
+
 def turns_of(trained_T: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor]:
     """``[T]`` each: the number of a trained token's turn, from 0 in each response, and its place in the turn.
 
@@ -333,7 +338,7 @@ class Evidence:
     @cached_property
     def step_S(self) -> Tensor:
         """``[S]`` number of the step of each response, in the order of steps."""
-        names = sorted({*self.steps}, key=lambda name: (not name.isdecimal(), name.zfill(20)))
+        names = sorted({*self.steps}, key=step_order)
         numbers = {name: number for number, name in enumerate(names)}
         return torch.tensor([numbers[name] for name in self.steps], dtype=torch.int64)
 

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from mis_ext.files import printable
 from mis_ext.tools.diagnosis.cause import Diagnosis
+from mis_ext.tools.diagnosis.evidence import step_order
 from mis_ext.tools.diagnosis.thresholds import GROWTH, NOTICED, QUANTISED_K3
 from mis_ext.tools.explain import HARMLESS_K3
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
@@ -173,9 +174,7 @@ def tiles(report: Report) -> list[Tile]:
     cause = Tile("watch", "no cause", "too few tokens to say")
     if found is not None:
         severity = "bad" if found.is_fault else "good" if found.confidence == "likely" and size == "good" else "watch"
-        cause = Tile(
-            severity, found.title.partition(":")[0], ", ".join(filter(None, (found.confidence, found.share_in_words)))
-        )
+        cause = Tile(severity, found.title.partition(":")[0], _found(found))
     return [Tile(size, number(k3), f"k3 per token (harmless below {HARMLESS_K3:g})"), trend, cause]
 
 
@@ -196,8 +195,7 @@ class Chart(NamedTuple):
 def chart(report: Report) -> Chart | None:
     """Draw k3 of each step, and that of another run; None for one step or equal engines."""
     runs = [run.summary.steps for run in (report, report.against and report.against.other) if run]
-    # Numbers in their order, then names in theirs.
-    names = sorted({*chain(*runs)}, key=lambda step: (not step.isdecimal(), step.zfill(20)))
+    names = sorted({*chain(*runs)}, key=step_order)
     logs = [{step: math.log10(each.k3) for step, each in run.items() if each.k3 > 0.0} for run in runs]
     shown = [*chain(*(run.values() for run in logs))]
     if len(names) < 2 or not shown:
