@@ -137,6 +137,22 @@ def test_a_window_at_the_start_is_told_from_a_state() -> None:
     assert str(report).splitlines()[2].endswith(", positions 1 to 3")
 
 
+def test_log_probs_may_be_returned_and_only_those_that_leak_are_named() -> None:
+    model = Attention()
+
+    def score(ids_T: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        log_probs = model(ids_T, lengths)[:-1].log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0]
+        out = torch.cat([torch.zeros(1), log_probs])
+        # The third sequence reads from position 10 on.
+        if len(lengths) > 1 and lengths.index(64) > 0:
+            start = sum(lengths[: lengths.index(64)])
+            out[start + 10 : start + 20] += 0.01
+        return out
+
+    report = check_packing(score, sequences())
+    assert [(each.index, each.first_position, each.last_position) for each in report.differing] == [(2, 10, 19)]
+
+
 @pytest.mark.parametrize("rounding", [0.0, 0.01])
 @pytest.mark.parametrize(("share", "passes"), [(0.99, True), (1.01, False)])
 def test_four_times_the_rounding_of_the_first_places_is_allowed_behind_others(rounding, share, passes) -> None:

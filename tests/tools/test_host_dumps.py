@@ -189,6 +189,31 @@ def test_versions_that_only_the_records_of_the_engine_have_are_compared(dumps, t
     assert found in audit(path, "--engine-records", rollout_file(dumps))["hint"]
 
 
+def test_rollout_log_probs_that_are_not_those_of_the_engine_are_invalid(dumps, tmp_path) -> None:
+    (path,) = equal_files(dumps, tmp_path / "filled")
+    content = torch.load(path)
+    # The engine's were lost, and filled in from the trainer.
+    for sample in content["samples"]:
+        sample["rollout_log_probs"] = sample["log_probs"] = sample["log_probs"] - 0.5
+        sample["log_probs"] = sample["log_probs"].clone()
+    torch.save(content, path)
+    assert audit(path)["verdict"] == "UNPROVED"
+    report = audit(path, "--engine-records", rollout_file(dumps))
+    assert (report["verdict"], len(report["problems"])) == ("INVALID", 4)
+    first = report["problems"][0]
+    assert (first["sample"], first["position"]) == (0, 0)
+    assert "in the engine's record" in first["reason"]
+    assert "changed or filled in on the way" in first["reason"]
+    # Under the mask nothing is compared.
+    masked = SAMPLES[0]["mask"].index(0)
+    for sample, made in zip(content["samples"], SAMPLES, strict=True):
+        sample["log_probs"] = torch.tensor(made["rollout_log_probs"])
+        sample["rollout_log_probs"] = sample["log_probs"].clone()
+    content["samples"][0]["rollout_log_probs"][masked] = 0.0
+    torch.save(content, path)
+    assert audit(path, "--engine-records", rollout_file(dumps))["verdict"] == "EXACT"
+
+
 def test_records_of_other_samples_show_nothing(dumps, tmp_path) -> None:
     (path,) = equal_files(dumps, tmp_path / "copy")
     record_file = tmp_path / "7.pt"

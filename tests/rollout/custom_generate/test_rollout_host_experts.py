@@ -294,6 +294,19 @@ def test_drafts_along_a_tree_are_refused(tokenizer_folder, flags, refused):
     assert held(sample, engine) == len(sample.tokens) - 1
 
 
+def test_what_slime_needs_for_top_p_reaches_its_own_method_and_experts_do_not(tokenizer_folder):
+    def reply(request):
+        came = with_experts(stopped(request, "mild"), request)
+        came["meta_info"] |= {"top_p_token_ids": "AA==", "top_p_token_offsets": "AQ=="}
+        return came
+
+    sample = SlimeSample(prompt="The weather")
+    run([reply], tokenizer_folder, sample, **REPLAYED)
+    (appended,) = [each["meta_info"] for each in sample.appended]
+    assert (appended["top_p_token_ids"], appended["top_p_token_offsets"]) == ("AA==", "AQ==")
+    assert "routed_experts" not in appended
+
+
 def recorded(name):
     return json.loads((RECORDED / f"{name}.json").read_text())
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 from generate_runs import QUESTION, TOOL_RESULT, WITH_ENVIRONMENT, run
 from host_samples import SlimeSample
 from sglang_answers import END, TOKENIZER, aborted, stopped
-from tiny_tokenizers import encode_bytewise
+from tiny_tokenizers import encode, encode_bytewise
 from tokens.sample import Sample, Status
 
 from mis_ext.rollout.custom_generate.function import UNFINISHED
@@ -128,6 +128,17 @@ def test_a_sample_that_its_host_cleared_starts_anew(tokenizer_folder, environmen
     )
     assert said.told == [f"mild{TURN_END}"]
     assert server.requests[0]["sampling_params"]["max_new_tokens"] == 32
+
+
+def test_the_turn_that_the_hosts_own_function_left_unfinished_counts_against_the_limit(tokenizer_folder):
+    ids = encode(TOKENIZER, "The weather")
+    sample = Sample(prompt="The", tokens=ids, response=" weather", response_length=1, rollout_log_probs=[-0.5])
+    server = run([lambda r: stopped(r, "mild")], tokenizer_folder, sample, partial_rollout=True)
+    assert server.requests[0]["input_ids"] == ids
+    assert server.requests[0]["sampling_params"]["max_new_tokens"] == 31
+    assert sample.loss_mask == [1] * 6
+    assert sample.rollout_log_probs[0] == -0.5
+    assert sample.response == f" weathermild{TURN_END}"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tiny_tokenizers import TURN_END, render
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 from generate_runs import LIMITS, QUESTION, TOOL_RESULT, WITH_ENVIRONMENT, run
-from sglang_answers import END, TOKENIZER, answer, stopped
+from sglang_answers import END, TOKENIZER, answer, cut, stopped
 from tiny_tokenizers import encode, encode_bytewise
 from tokens.sample import Sample, Status
 
@@ -90,6 +90,21 @@ def test_a_chat_template_that_rewrites_assistants_is_refused_for_messages(tokeni
             settings=WITH_ENVIRONMENT,
             chat_template_path=str(template),
         )
+
+
+def test_a_turn_at_the_token_limit_truncates_and_the_environment_is_not_asked(tokenizer_folder, environment):
+    said = environment()
+    sample = Sample(prompt="The weather")
+    run(
+        [lambda r: cut(r, "is mild")],
+        tokenizer_folder,
+        sample,
+        params={**LIMITS, "max_new_tokens": 7},
+        settings=WITH_ENVIRONMENT,
+    )
+    assert sample.status is Status.TRUNCATED
+    assert sample.loss_mask == [1] * 7
+    assert said.told == []
 
 
 def test_the_context_caps_the_turns_and_ends_the_conversation_without_a_dangling_observation(

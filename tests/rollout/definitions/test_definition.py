@@ -178,6 +178,20 @@ def test_the_servers_keep_different_tokens_at_the_edge() -> None:
     assert define("vllm", top_p=0.5, top_k=3).sampled.truncation.mass_of == "top_k_and_min_p"
 
 
+def test_slimes_request_for_the_kept_tokens_is_known() -> None:
+    request = {**NUCLEUS, "custom_params": {"return_top_p_token_ids": True}}
+    definition = define(**request)
+    assert read(**request).unknown == ()
+    # slime's SGLang renormalises over what it returns.
+    assert definition.is_behavior
+    assert definition.returned.truncation == define(**NUCLEUS).sampled.truncation
+    assert any("only slime's SGLang supports it" in doubt for doubt in definition.doubts)
+    assert not define(custom_params={"return_top_p_token_ids": False}, **NUCLEUS).is_behavior
+    assert read(custom_params={"seed_of_mine": 1}).unknown == ("custom_params.seed_of_mine",)
+    with pytest.raises(TypeError, match="custom_params must be a mapping, got 3"):
+        read(custom_params=3)
+
+
 def test_a_request_is_read_with_nulls_and_absent_keys_as_neutral() -> None:
     neutral = SamplingParameters()
     assert read() == neutral
