@@ -113,27 +113,6 @@ def test_missing_log_probs_are_an_error_with_a_correction_and_nan_without(host, 
         assert not value[~response].any(), name
 
 
-@pytest.mark.parametrize("mask_dtype", [torch.int32, torch.int64, torch.bool, torch.float32, torch.bfloat16])
-def test_returned_masks_work_where_the_host_multiplies_by_them(mask_dtype):
-    samples = random_samples(LENGTHS, seed=66)
-    samples = Samples(samples.train, samples.rollout, [m.to(mask_dtype) for m in samples.masks])
-    args = args_of(correction_keys(("token", "mask"), gate="sequence gate"))
-    pg_loss = torch.linspace(-1, 2, sum(LENGTHS)).requires_grad_()
-    loss, masks, metrics = mis_ext.compute_mis_weights_with_cp(args=args, pg_loss=pg_loss, **slime_keywords(samples))
-    assert loss.dtype == torch.float32
-    for part, new, old in zip(loss.split(LENGTHS), masks, samples.masks, strict=True):
-        product = part * new
-        assert product.dtype == torch.float32
-        assert product.isfinite().all()
-        assert new.shape == old.shape
-        assert torch.equal(new != 0, (new != 0) & (old != 0))
-        assert set(new.double().tolist()) <= {0.0, 1.0}
-    reduced = sum_of_sample_mean(loss.split(LENGTHS), masks, samples.masks)
-    reduced.backward()
-    assert pg_loss.grad.isfinite().all()
-    assert all(value.dtype == torch.float32 and value.device == loss.device for value in metrics.values())
-
-
 @pytest.mark.parametrize("turn", range(len(WEIGHTS)), ids=[" ".join(weight) for weight in WEIGHTS])
 def test_metric_names_and_their_order_depend_on_the_settings_alone(turn):
     masked = random_samples(LENGTHS, seed=67)

@@ -160,29 +160,6 @@ def test_the_mean_is_over_sequences_with_a_response_or_over_tokens() -> None:
     assert nothing.mean.detach() == 0.0
 
 
-def test_precision_and_movement_are_told_apart_against_the_trainers_own_scoring() -> None:
-    """Against the engine's log-probs a clip sees both, and so does every metric of the mismatch."""
-    keys = {"get_mismatch_metrics": True, "mis_metrics": ["mis_phantom_clip_fraction"], "mis_guard": "warn"}
-    row = torch.linspace(-3.0, -1.0, 40).expand(2, 40)
-    for mode, off, moved, phantom, clipped in (
-        ("baseline", 0.0, 0.4, 0.0, 1.0),
-        ("baseline", 0.4, 0.0, 1.0, 0.0),
-        ("bypass", 0.4, 0.0, 1.0, 1.0),
-        ("bypass", 0.0, 0.4, 1.0, 1.0),
-    ):
-        proximal = row + off + 1e-3 * row
-        found = mis_ext.policy_loss_from_log_probs(
-            keys | {"mis_loss_mode": mode},
-            current_logprobs=proximal + moved,
-            behavior_logprobs=row,
-            proximal_logprobs=proximal,
-            advantages=torch.ones(2, 40),
-            response_mask=torch.ones(2, 40),
-        )
-        values = [float(found.metrics[name].value()) for name in ("mis_phantom_clip_fraction", "pg_clipfrac")]
-        assert values == pytest.approx([phantom, clipped]), (mode, off, moved)
-
-
 def test_an_entropy_that_nobody_gave_is_no_metric() -> None:
     given = padded(samples_of(batch_of()))
     found, _ = computed({}, given)

@@ -2,7 +2,6 @@
 """The samples in the hosts' dump files: one file of all ranks, a file per rank, JSON lines."""
 
 import json
-import math
 import shutil
 import weakref
 from pathlib import Path
@@ -236,29 +235,6 @@ def test_equal_samples_of_a_group_are_different_samples(tmp_path) -> None:
     dumps = Dumps(sorted(tmp_path.iterdir()))
     assert len(list(dumps)) == 6
     assert dumps.skipped == []
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"log_probs": [math.nan, -1.0]},
-        {"rollout_log_probs": [-1.0, None]},
-        {"loss_mask": [0, 0]},
-        {"log_probs": [-1.0]},
-    ],
-)
-def test_no_usable_token_is_an_error_that_names_the_files(tmp_path, change) -> None:
-    row = {"log_probs": [math.nan, -1.0], "rollout_log_probs": [-1.0, math.nan]} | change
-    path = tmp_path / "none.jsonl"
-    path.write_text(json.dumps(row))
-    with pytest.raises(ValueError, match=r"none\.jsonl: no usable tokens"):
-        list(Dumps([path]))
-    with pytest.raises(ValueError, match=r"no file: no usable tokens"):
-        list(Dumps([]))
-    assert len(read(path)) == 1
-    good = tmp_path / "good.jsonl"
-    good.write_text(json.dumps({"log_probs": [-1.0], "rollout_log_probs": [-1.0]}))
-    assert len(list(Dumps([path, good]))) == 2
 
 
 def test_a_file_without_samples_is_stated(tmp_path) -> None:
