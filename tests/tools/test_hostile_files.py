@@ -225,13 +225,19 @@ def test_a_disk_that_is_full_leaves_the_file_of_before(tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_a_file_is_written_through_a_link_and_a_device_directly(tmp_path):
+def test_a_file_is_written_through_a_link_and_a_pipe_directly(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "file")
     files.write_whole(tmp_path / "link", "\udcff")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == r"\udcff"
-    files.write_whole(Path("/dev/null"), "nothing")
-    assert Path("/dev/null").is_char_device()
+    # Not a device: a mistake here would replace it by a file, for every program of the machine.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write_whole(pipe, "line")
+    assert pipe.is_fifo()
+    assert os.read(reader, 100) == b"line"
+    os.close(reader)
 
 
 @pytest.mark.parametrize(
