@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""True on-policy: prove that two engines agree bit for bit, find where they do not, and make them agree.
+"""True on-policy: prove that two engines are bitwise equal, find where they differ, and make them equal.
 
 Prove: :func:`audit_logprobs`. Find: :func:`record` and :func:`compare`, :func:`check_batch_invariance`,
 :func:`check_packing`. Make:

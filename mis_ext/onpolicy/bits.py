@@ -28,15 +28,15 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 def as_real(x: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts, ``[..., 2]``; any other as it is."""
+    """A complex tensor as its real and imaginary parts, ``[..., 2]``; any other tensor unchanged."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
-    """Elementwise, int64: how many representable numbers lie between ``a`` and ``b``, plus one; 0 where equal.
+    """Elementwise, int64: the number of representable values between ``a`` and ``b``, plus one; 0 if equal.
 
-    +0 and -0 are the same number here. The distance to a NaN is meaningless and not an error; float64 numbers further
-    apart than an int64 can say are at the largest int64.
+    +0 and -0 are equal here. The distance to a NaN is meaningless, but not an error. A distance of float64 values
+    beyond int64 is the largest int64.
     """
     _check_pair(a, b)
     if a.dtype not in _INTEGER_OF:
@@ -48,7 +48,7 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _ordinal(x: Tensor) -> Tensor:
-    """Integers in the order of the numbers: neighbours are one apart, and both zeros are 0."""
+    """Integers in the order of the floats: neighbours differ by one, and both zeros are 0."""
     integer = _INTEGER_OF[x.dtype]
     bits = x.contiguous().view(integer).to(torch.int64)
     return torch.where(bits < 0, torch.iinfo(integer).min - bits, bits)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a row depend on what else is in the batch, or on how its sequence was fed: through rounding, or truly?
+"""Probes: does a row depend on the rest of the batch, or on the chunks of its sequence, by rounding or truly?
 
-The criterion of every probe is bitwise. A difference is called rounding if it is at most ``sqrt(eps)`` of the largest
-output: true dependence below 9 % of the output (bfloat16) or 0.03 % (float32) passes for rounding. A number that is
-finite in one call and not in the other is true dependence: a leaked NaN.
+The criterion of every probe is bitwise. A difference counts as rounding if it is at most ``sqrt(eps)`` of the largest
+output, so true dependence below 9 % of the output (bfloat16) or 0.03 % (float32) counts as rounding. A value that is
+finite in only one call is true dependence: a leaked NaN.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Probe:
     """Result of one probe; "equal" is the only pass.
 
     Attributes:
-        name: What was done.
+        name: The probe.
         outcome: As :attr:`InvarianceReport.kind`, or "equal".
-        num_different: Rows with other bits than the reference, in any of the probe's calls.
+        num_different: Number of rows that differ from the reference in any call of the probe.
         first_different: Index of the first of them.
-        max_abs_diff: Largest difference; infinite where a number is finite on one side only.
+        max_abs_diff: Largest difference; infinite if a value is finite on only one side.
         note: The error of a failed probe.
     """
 
@@ -48,18 +48,18 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class InvarianceReport:
-    """All probes of a function, and what they add up to."""
+    """All probes of a function, and their overall result."""
 
     probes: tuple[Probe, ...]
 
     @property
     def kind(self) -> Kind:
-        """The gravest outcome of all probes.
+        """The worst outcome of all probes.
 
-        - "not repeatable": the same calls gave other bits.
-        - "batch-dependent": rows truly depend on what else is in the call.
-        - "failed": a probe raised, or there was nothing to compare, or nothing but NaN.
-        - "rounding": rows differ by rounding only.
+        - "not repeatable": the same calls gave different bits.
+        - "batch-dependent": rows truly depend on the rest of the call.
+        - "failed": a probe raised an error, there was nothing to compare, or all outputs were NaN.
+        - "rounding": rows differ only by rounding.
         - "invariant": every probe found equal bits.
         """
         outcomes = {probe.outcome for probe in self.probes} or {"failed"}
@@ -67,7 +67,7 @@ class InvarianceReport:
 
     @property
     def invariant(self) -> bool:
-        """Every probe found the bits of the reference, and none failed."""
+        """True if every probe found the bits of the reference, and none failed."""
         return self.kind == "invariant"
 
     def __str__(self) -> str:
@@ -80,20 +80,20 @@ class InvarianceReport:
 
 
 def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> InvarianceReport:
-    """Check that ``fn`` computes the same bits for a row alone and with any other rows.
+    """Check that ``fn`` computes the same bits for a row alone and together with other rows.
 
-    The reference is each row alone. Probed are: repeated runs, the whole batch, chunks of several sizes, permutations,
-    rows of zeros, huge numbers and NaN before and after (their own output is ignored), and non-contiguous storage. An
-    ``fn`` that raises, or returns something else than one row per row, fails the probe. It gets copies, so it may
-    change its input. On a CPU call this with several numbers of threads.
+    The reference is each row alone. The probes are: repeated runs, the whole batch, chunks of several sizes,
+    permutations, rows of zeros, huge values and NaN before and after (whose output is ignored), and non-contiguous
+    storage. If ``fn`` raises an error, or does not return one row per row, the probe fails. It gets copies, so it may
+    change its input. On a CPU, call this function with several numbers of threads.
 
     Args:
-        fn: Maps ``[n, ...]`` to ``[n, ...]`` for any ``n``: a module, or a function that closes over some.
+        fn: Maps ``[n, ...]`` to ``[n, ...]`` for any ``n``: a module, or a function.
         rows: ``[N, ...]`` with at least two rows; more rows try more batch sizes. Rows of integers (token ids) are
-            padded with zeros only.
+            padded only with zeros.
 
     Raises:
-        TypeError: ``rows`` is no tensor.
+        TypeError: ``rows`` is not a tensor.
         ValueError: There are fewer than two rows.
 
     Based on: Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference" (2025), which names the property.
@@ -116,7 +116,7 @@ def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> Inva
     probes["permuted"] = fn, [shuffled]
     paddings = {"zeros": 0.0}
     if rows.dtype.is_floating_point:
-        # The square root, so that a huge row times numbers of ordinary size stays finite.
+        # The square root, so that a huge row times ordinary values stays finite.
         paddings |= {"huge rows": math.sqrt(torch.finfo(rows.dtype).max), "NaN rows": math.nan}
     for what, value in paddings.items():
         padding = torch.full_like(rows, value)
@@ -133,30 +133,30 @@ def check_sequence_invariance(
     *,
     make_decoder: Callable[[], SequenceFunction] | None = None,
 ) -> InvarianceReport:
-    """Check that a causal ``fn`` computes the same bits for a position however the sequence is fed.
+    """Check that a causal ``fn`` computes the same bits for a position with any split of the sequence.
 
-    The reference is ``fn(sequence)``, one forward over all of it. Probed are: repeated runs, shorter prefixes, decoding
-    token by token, chunked prefill with several chunk sizes, and half a prefill and then decoding. Kinds are those of
-    :attr:`~mis_ext.onpolicy.invariance.InvarianceReport.kind`; "batch-dependent" is an output that truly depends
-    on later tokens, or on where a chunk ends.
+    The reference is ``fn(sequence)``, one forward over the whole sequence. The probes are: repeated runs, shorter
+    prefixes, decoding token by token, chunked prefill with several chunk sizes, and half a prefill followed by
+    decoding. Kinds are those of :attr:`~mis_ext.onpolicy.invariance.InvarianceReport.kind`; "batch-dependent" is an
+    output that truly depends on later tokens, or on the end of a chunk.
 
     A transformers model, with ids as the sequence::
 
         def make_decoder():
             cache = DynamicCache(config=model.config)
-            # ids, mask, positions, and the cache, whose name depends on the version.
+            # Arguments: ids, mask, positions, and the cache, whose name depends on the version.
             return lambda ids: model(ids[None], None, None, cache, use_cache=True).logits[0]
 
         check_sequence_invariance(lambda ids: model(ids[None]).logits[0], ids, make_decoder=make_decoder)
 
     Args:
         fn: Outputs ``[n, ...]`` of a forward over ``n`` tokens or hidden states ``[n, ...]`` that start a sequence.
-        sequence: ``[T, ...]`` with ``T`` at least 2; more tokens try more lengths.
-        make_decoder: Starts a decoder with an empty cache: called with the next tokens, it returns their outputs and
-            remembers them. Without it, decoding and chunked prefill are not probed.
+        sequence: ``[T, ...]`` with ``T`` at least 2; more tokens test more lengths.
+        make_decoder: Creates a decoder with an empty cache. The decoder gets the next tokens, stores them, and returns
+            their outputs. Without it, decoding and chunked prefill are not probed.
 
     Raises:
-        TypeError: ``sequence`` is no tensor.
+        TypeError: ``sequence`` is not a tensor.
         ValueError: The sequence has fewer than two tokens.
     """
     check_tensors({"sequence": sequence})
@@ -164,7 +164,7 @@ def check_sequence_invariance(
         raise ValueError(f"sequence must have at least 2 tokens, got shape {[*sequence.shape]}")
     sequence, num_tokens, half = sequence.detach(), len(sequence), len(sequence) // 2
     order: Any = torch.arange(num_tokens, device=sequence.device)
-    # Around powers of two, where kernels change their tiling, and the last ones.
+    # Around powers of two, where kernels change their tiling, and the last lengths.
     near = {2**power + shift for power in range(num_tokens.bit_length()) for shift in (-1, 0, 1)} | {num_tokens - 1}
     probes: dict[str, _Fed] = {name: (fn, [order]) for name in _REFERENCES}
     probes["prefixes"] = fn, [order[:length] for length in sorted(near) if 0 < length < num_tokens]
@@ -177,7 +177,7 @@ def check_sequence_invariance(
 
 
 def _made_late(make_decoder: Callable[[], SequenceFunction]) -> SequenceFunction:
-    """A decoder that its first call makes, whose error is that of the probe."""
+    """A decoder that is created in the first call, so that an error fails only its probe."""
     decoder = cache(make_decoder)
     return lambda x: decoder()(x)
 
@@ -188,7 +188,7 @@ _Fed = tuple[Callable[[Tensor], Any], Sequence[Tensor]]
 
 
 def _report(rows: Tensor, probes: Mapping[str, _Fed]) -> InvarianceReport:
-    """Compare the outputs of each probe with those of the first, the reference; one that raises has failed."""
+    """Compare the outputs of each probe with the first, the reference. A probe that raises an error fails."""
     found: list[Probe] = []
     expected: Tensor | None = None
     for name, (fn, calls) in probes.items():
@@ -197,7 +197,7 @@ def _report(rows: Tensor, probes: Mapping[str, _Fed]) -> InvarianceReport:
             outputs, index = torch.cat([_call(fn, rows[call]) for call in calls]), torch.cat([*calls])
             if expected is None:
                 if outputs.isnan().all():
-                    raise ValueError("the function returns nothing but NaN")
+                    raise ValueError("the function returns only NaN")
                 expected = outputs
                 continue
             probe = _difference(name, index, outputs, expected[index])
@@ -212,7 +212,7 @@ def _report(rows: Tensor, probes: Mapping[str, _Fed]) -> InvarianceReport:
 
 
 def _call(fn: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
-    """``[n, ...]``: the outputs of ``fn`` for the ``n`` rows of ``batch``, copied: it may use their memory again."""
+    """``[n, ...]``: the outputs of ``fn`` for the ``n`` rows of ``batch``, copied, as ``fn`` may reuse their memory."""
     num_rows = len(batch)
     outputs = fn(batch)
     if not isinstance(outputs, Tensor):
@@ -229,7 +229,7 @@ def _difference(name: str, index: Tensor, outputs: Tensor, expected: Tensor) -> 
         return Probe(name=name, outcome="equal")
     limit = math.sqrt(torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 2.0**-23)
     outputs, expected = outputs.double(), expected.double()
-    # Of the same NaN or infinity on both sides there is no difference.
+    # The same NaN or infinity on both sides is not a difference.
     is_same = (outputs == expected) | (outputs.isnan() & expected.isnan())
     distance = torch.where(is_same, 0.0, (outputs - expected).abs()).nan_to_num(nan=math.inf, posinf=math.inf).max()
     largest = expected.abs().nan_to_num(nan=0.0, posinf=0.0).max()

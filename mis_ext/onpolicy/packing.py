@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a sequence get the same log-probs alone and behind others in one packed row?
+"""Check: does a sequence get the same log-probs alone and after other sequences in a packed row?
 
-Hybrid models (GRU, Mamba, gated delta net) keep a state and a window of a convolution from token to token. A packed row
-that does not reset them lets a sequence read the ones before it; so does attention without boundaries.
+Hybrid models (GRU, Mamba, gated delta net) keep a state and a convolution window from token to token. If a packed row
+does not reset them, a sequence reads the sequences before it. Attention without boundaries has the same effect.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from mis_ext.validation import check_tensors
 
 PackedFunction = Callable[[Tensor, list[int]], Tensor]
-"""``score(ids_T, lengths)``: token ids ``[T]`` of sequences that lie one after the other, and how long each is.
+"""``score(ids_T, lengths)``: token ids ``[T]`` of concatenated sequences, and the length of each.
 
-Returns logits ``[T, V]`` or ``[1, T, V]`` as the model makes them; or ``[T]``, at each token its own log-prob, of which
-the first of a sequence is ignored.
+Returns the model's logits ``[T, V]`` or ``[1, T, V]``; or ``[T]``, the log-prob of each token, where the first of a
+sequence is ignored.
 """
-# Rounding differs from place to place, in sound bf16 and fp16 models up to this factor. Leaks are larger.
+# Rounding differs between positions, in correct bf16 and fp16 models by up to this factor. Leaks are larger.
 _MARGIN = 4.0
-# Nats. Rounding in float32, which a sequence that begins a row need not show.
+# Nats. Rounding in float32, which may not be visible in a sequence that begins a row.
 _LEAST = 1e-5
-# Rounding of 16-bit logits, in units in the last place (eps) of the largest one. A sequence that begins a row can have
-# exactly the bits that it has alone, and still be rounded behind others. In drawn models this rounding was up to 1.5
-# (bf16) and 8 (fp16), and leaks were at least 3 and 25.
+# Rounding of 16-bit logits, in units in the last place (eps) of the largest logit. A sequence that begins a row can
+# have exactly the same bits as alone, and still differ by rounding after other sequences. In random models this
+# rounding was up to 1.5 (bf16) and 8 (fp16), and leaks were at least 3 and 25.
 _UNITS = {torch.bfloat16: 0.5, torch.float16: 2.0}
 # Nats. A larger difference of a sequence that begins a row is not rounding, and a larger tolerance hides leaks.
 _MOST_ROUNDING = 0.5
@@ -37,13 +37,14 @@ _MOST_ROUNDING = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSequence:
-    """One sequence, in the row where it differs most.
+    """One sequence, in the row with its largest difference.
 
     Attributes:
-        index: Its place in the list.
-        length: Its tokens.
-        max_abs_diff: Largest difference between its log-probs behind others and alone, in nats.
-        first_position: Position in the sequence from which log-probs differ by more than rounding; None: none does.
+        index: Its index in the list.
+        length: Its number of tokens.
+        max_abs_diff: Largest difference of its log-probs after other sequences and alone, in nats.
+        first_position: First position in the sequence whose log-probs differ by more than rounding; None if there is
+            none.
         last_position: The last such position.
     """
 
@@ -56,12 +57,12 @@ class PackedSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class PackingReport:
-    """All sequences, and what was taken for rounding.
+    """Results of all sequences, and the rounding that was allowed.
 
     Attributes:
-        rounding: Largest difference, in nats, of a sequence that begins a row, or that is scored alone again.
-        allowed: What a sequence behind others may differ by. It follows from ``rounding`` and the logits' bits.
-        sequences: In the order in which they were given.
+        rounding: Largest difference, in nats, of a sequence that begins a row, or that is scored alone twice.
+        allowed: The allowed difference of a sequence after others, from ``rounding`` and the bits of the logits.
+        sequences: In the given order.
     """
 
     rounding: float
@@ -70,34 +71,34 @@ class PackingReport:
 
     @property
     def differing(self) -> list[PackedSequence]:
-        """The sequences with other log-probs behind others than alone."""
+        """The sequences whose log-probs after other sequences differ from those alone."""
         return [each for each in self.sequences if each.first_position is not None]
 
     @property
     def passed(self) -> bool:
-        """True if packing changes nothing but rounding."""
+        """True if packing only changes rounding."""
         return not self.differing and max(self.rounding, self.allowed) <= _MOST_ROUNDING
 
     def explain(self) -> str:
         """Describe the result in one sentence."""
         if self.rounding > _MOST_ROUNDING:
             return (
-                f"a sequence that begins a packed row, or is scored again, differs from itself alone by "
-                f"{self.rounding:.2g} nats: the function keeps a state between calls, draws (dropout), or reads what "
-                "comes after"
+                "a sequence that begins a packed row, or is scored again, differs from itself alone by "
+                f"{self.rounding:.2g} nats: the function keeps a state between calls, is random (dropout), or reads "
+                "later tokens"
             )
         found = self.differing
         if not found and self.allowed > _MOST_ROUNDING:
             return f"too coarse to tell: {self.allowed:.2g} nats can be rounding; check in float32"
         if not found:
             return (
-                f"no difference above {self.allowed:.2g} nats between sequences in packed rows and the same alone: "
-                "less can be rounding"
+                f"no difference above {self.allowed:.2g} nats between sequences in packed rows and alone: less can "
+                "be rounding"
             )
         reach = max(each.last_position or 0 for each in found)
         if reach < 8 and any(each.length > 2 * reach for each in found):
-            return f"only positions up to {reach} differ: a window at the start of a sequence, as of a convolution"
-        return "sequences read the ones before them, or have other positions: state, attention, or position ids"
+            return f"only positions up to {reach} differ: a window at the start of a sequence (convolution)"
+        return "sequences read earlier sequences, or have wrong positions: check state, attention, and position ids"
 
     def __str__(self) -> str:
         lines = [self.explain(), f"rounding {self.rounding:.2g} nats, allowed {self.allowed:.2g}"]
@@ -110,19 +111,20 @@ class PackingReport:
 def check_packing(score: PackedFunction, sequences: Sequence[Tensor]) -> PackingReport:
     """Compare each sequence's log-probs alone with those in packed rows of all sequences, in every rotation.
 
-    Each sequence begins one row; what changes there is rounding. It lies behind others in all other rows: more than
-    four times the largest rounding, plus 1e-5 nats, is a difference. A sequence that begins a row can have exactly the
-    bits that it has alone, and still be rounded behind others. So if the logits have 16 bits, the rounding is at least
-    that of the largest logit. The check fails if this allows more than 0.5 nats. Called without a gradient.
+    Each sequence begins one row; a change there is rounding. In all other rows it follows other sequences: a change of
+    more than four times the largest rounding, plus 1e-5 nats, is a difference. A sequence that begins a row can have
+    exactly the same bits as alone, and still differ by rounding after other sequences. So if the logits have 16 bits,
+    the rounding is at least that of the largest logit. The check fails if this allows more than 0.5 nats. ``score`` is
+    called without gradient.
 
     Args:
-        score: The model, as the trainer calls it on packed sequences; see :data:`PackedFunction`.
+        score: Calls the model on packed sequences, like the trainer; see :data:`PackedFunction`.
         sequences: Token ids ``[n]`` of at least two sequences of at least two tokens each.
 
     Raises:
-        ValueError: There are too few sequences or tokens, one is not ``[n]``, or ``score`` returns another shape, or no
-            finite log-prob.
-        TypeError: A sequence is no tensor of int64 or int32, or ``score`` returns no tensor.
+        ValueError: There are too few sequences or tokens, a sequence is not ``[n]``, or ``score`` returns a wrong shape
+            or a non-finite log-prob.
+        TypeError: A sequence is not a tensor of int64 or int32, or ``score`` does not return a tensor.
     """
     named = {f"sequences[{index}]": ids for index, ids in enumerate(sequences)}
     check_tensors(named)
@@ -175,7 +177,7 @@ def _largest(one: Tensor, other: Tensor) -> float:
 
 
 def _rounding_of_logits(rows: Tensor) -> float:
-    """Rounding of the largest logit if all are values of bf16 or fp16, also in a larger dtype; 0 otherwise."""
+    """Rounding of the largest logit if all logits are bf16 or fp16 values, also in a wider dtype; 0 otherwise."""
     for dtype, units in _UNITS.items():
         if rows.dim() == 2 and rows.to(dtype).to(rows.dtype).equal(rows):
             # Not the largest absolute value: columns outside the vocabulary can be very negative.
@@ -184,7 +186,7 @@ def _rounding_of_logits(rows: Tensor) -> float:
 
 
 def _scored_rows(score: PackedFunction, sequences: list[Tensor]) -> list[Tensor]:
-    """Per sequence the rows that score a token of it: logits ``[n - 1, V]``, or log-probs ``[n - 1]``."""
+    """Per sequence the rows that score its tokens: logits ``[n - 1, V]``, or log-probs ``[n - 1]``."""
     ids_T, lengths = torch.cat(sequences), [*map(len, sequences)]
     with torch.no_grad():
         found = score(ids_T, list(lengths))
@@ -197,7 +199,7 @@ def _scored_rows(score: PackedFunction, sequences: list[Tensor]) -> list[Tensor]
 
 
 def _log_probs(rows: list[Tensor], sequences: list[Tensor]) -> list[Tensor]:
-    """Per sequence the log-probs of all tokens but the first, float64."""
+    """Per sequence the log-probs of all tokens except the first, float64."""
     out = []
     for each, ids in zip(rows, sequences, strict=True):
         values = each.double()
@@ -210,10 +212,10 @@ def _log_probs(rows: list[Tensor], sequences: list[Tensor]) -> list[Tensor]:
 
 
 def packed_transformers(model: Any) -> PackedFunction:
-    """A transformers causal language model, called as trainers call it without padding.
+    """A score function for a transformers causal language model, called without padding like in trainers.
 
-    It gets ``position_ids`` that begin again with each sequence, and no mask. If your trainer gives more, such as
-    ``seq_idx``, write the function yourself.
+    The model gets ``position_ids`` that restart with each sequence, and no mask. If your trainer passes more, such as
+    ``seq_idx``, write your own function.
 
     Args:
         model: A model in evaluation mode, on its device.
@@ -229,9 +231,9 @@ def packed_transformers(model: Any) -> PackedFunction:
 
 
 def packed_megatron(model: Any) -> PackedFunction:
-    """A Megatron-Core model with its own embedding and output layer, called with ``PackedSeqParams`` (``thd``).
+    """A score function for a Megatron-Core model with embedding and output layer, with ``PackedSeqParams`` (``thd``).
 
-    All ranks of a tensor-parallel group have to call it. Pipeline and context parallelism are not supported.
+    All ranks of a tensor-parallel group must call it. Pipeline and context parallelism are not supported.
 
     Args:
         model: A ``GPTModel`` or ``MambaModel`` in evaluation mode, or a wrapper with its ``forward``.

@@ -191,7 +191,7 @@ def test_a_function_that_returns_nothing_but_nan_has_failed():
     """Its rows are equal, whatever they depend on."""
     report = check_batch_invariance(lambda x: x.sum(0) * math.nan * x, ascending_rows())
     assert report.kind == "failed"
-    assert "nothing but NaN" in probe_of(report, "reference").note
+    assert "only NaN" in probe_of(report, "reference").note
 
 
 def test_lists_are_refused_by_name():

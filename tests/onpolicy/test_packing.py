@@ -111,7 +111,7 @@ def test_a_planted_leak_is_found_with_its_sequences_and_positions(kind, leak) ->
     if leak == "convolution":
         # Its output at one token reaches back three; then the state carries it on.
         assert report.sequences[2].max_abs_diff > 1e-3
-    assert "read the ones before them" in report.explain()
+    assert "read earlier sequences" in report.explain()
     with torch.autocast("cpu", torch.bfloat16):
         report = check_packing(kind(leak), sequences())
     assert len(report.differing) == len(LENGTHS), report
@@ -176,7 +176,7 @@ def test_a_function_that_keeps_or_draws_something_is_no_leak_and_does_not_pass()
         lambda ids, lengths: model(ids, lengths) + torch.randn(len(ids), VOCABULARY, generator=generator), sequences()
     )
     assert not report.passed
-    assert "keeps a state between calls, draws" in report.explain()
+    assert "keeps a state between calls, is random" in report.explain()
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_logits_too_coarse_to_tell_do_not_pass(largest, passed) -> None:
     assert (report.explain() == too_coarse) is not passed
     # More than this is a leak all the same.
     found = check_packing(behind_others(largest, largest, 32, torch.bfloat16), SHORT).explain()
-    assert "read the ones before them" in found or "positions up to" in found
+    assert "read earlier sequences" in found or "positions up to" in found
 
 
 def test_the_sentence_says_how_large_a_leak_can_be_missed() -> None:

@@ -75,7 +75,7 @@ def test_values_are_rounded_and_the_gradient_is_not(dtype, queries) -> None:
 
 
 def test_what_cannot_be_simulated_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="dtype='fp4': a cache is simulated in fp8_e4m3 or fp8_e5m2"):
+    with pytest.raises(ValueError, match="dtype='fp4': must be fp8_e4m3 or fp8_e5m2"):
         simulate_kv_cache(model(), "fp4")
     with pytest.raises(ValueError, match="no layer has a core_attention"):
         simulate_kv_cache(nn.Linear(2, 2), "fp8_e4m3")
@@ -83,7 +83,7 @@ def test_what_cannot_be_simulated_is_refused_by_name() -> None:
         simulate_kv_cache(model(multi_latent_attention=True), "fp8_e4m3")
     found = model()
     cache = simulate_kv_cache([found], "fp8_e4m3")
-    with pytest.raises(ValueError, match=r"decoder.0: the model simulates a cache already: remove that first"):
+    with pytest.raises(ValueError, match=r"decoder.0: the model already simulates a cache: remove that first"):
         simulate_kv_cache(found, "fp8_e5m2")
     cache.close()
     simulate_kv_cache(found, "fp8_e5m2").close()

@@ -225,7 +225,7 @@ def test_records_of_other_samples_show_nothing(dumps, tmp_path) -> None:
     content["samples"][0]["tokens"][0] += 1
     torch.save(content, record_file)
     report = audit(path, "--engine-records", record_file)
-    assert "the token ids are not those" in report["problems"][0]["reason"]
+    assert "the token ids differ from those" in report["problems"][0]["reason"]
 
 
 def test_without_numbers_records_are_found_by_ids_of_which_several_may_be_the_same(tmp_path) -> None:
@@ -257,7 +257,7 @@ def test_a_file_with_trainer_log_probs_is_no_record_of_the_engine(dumps, tmp_pat
     with pytest.raises(SystemExit) as caught:
         main(["audit", str(path), "--engine-records", str(path)])
     assert caught.value.code == 2
-    assert "is no record of the engine, because it has trainer log-probs" in capsys.readouterr().err
+    assert "is not a record of the engine, because it has trainer log-probs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])

@@ -13,20 +13,24 @@ from mis_ext.tools.diagnosis.cause import Diagnosis
 
 
 class Verdict(str, Enum):
-    """Verdict on the equality of trainer and rollout; a mean that rounds to zero does not matter."""
+    """Verdict on the equality of trainer and rollout. It does not use a mean that could round to zero."""
 
     EXACT = "EXACT"
-    """The same number on every active token (+0 and -0 are one), and the engine's records have those of the rollout."""
+    """The log-probs of every active token are equal (+0 equals -0), and the engine's records equal those of the
+    rollout.
+    """
     DIFFERENT = "DIFFERENT"
-    """Another number on at least one active token."""
+    """The log-probs of at least one active token differ."""
     UNPROVED = "UNPROVED"
-    """The same number on every active token, as a copy has: a sample lacks its record of the engine. No pass."""
+    """The log-probs of every active token are equal, but a sample lacks its engine record, so one side may be a copy.
+    Not a pass.
+    """
     INVALID = "INVALID"
-    """The log-probs could not be compared: this is never a pass."""
+    """The log-probs could not be compared. Never a pass."""
 
 
 class Problem(NamedTuple):
-    """Why log-probs could not be compared, and where; None where it concerns all samples, or a sample as a whole."""
+    """Why and where log-probs could not be compared; None for all samples, or for a whole sample."""
 
     reason: str
     sample: int | None = None
@@ -38,7 +42,7 @@ class Problem(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """An active token on which the two log-probs are different numbers, ``ulps`` apart in the dtype compared in."""
+    """An active token whose two log-probs differ, by ``ulps`` in the dtype of the comparison."""
 
     sample: int
     position: int
@@ -67,25 +71,25 @@ _MAX_LISTED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """The verdict and every number behind it.
+    """The verdict and all its measurements.
 
-    Numbers cover the active tokens of the samples without a problem, and are None where there is no such token.
+    Measurements cover the active tokens of samples without a problem. They are None if there is no such token.
 
     Attributes:
         verdict: The verdict.
-        num_samples: Samples that were given, with or without a problem.
-        num_recorded: Samples without a problem whose rollout log-probs are those of the engine's records.
-        num_active_tokens: Tokens that were compared.
-        num_nonzero: Tokens whose two log-probs are different numbers.
+        num_samples: Number of given samples, with or without a problem.
+        num_recorded: Number of samples without a problem whose rollout log-probs equal the engine's records.
+        num_active_tokens: Number of compared tokens.
+        num_nonzero: Number of tokens whose two log-probs differ.
         mean_abs_diff: Nats; over all active tokens, from differences in float64.
         max_abs_diff: Nats.
-        max_ulp: Largest distance in units in the last place of the wider of the two dtypes.
-        first_divergence: Of the tokens in ``num_nonzero``, the one with the lowest sample, then the lowest position.
-        train_dtype: As given, such as ``"float32"``; of several all.
+        max_ulp: Largest distance in units in the last place of the wider dtype.
+        first_divergence: The first token in ``num_nonzero``, by sample, then position.
+        train_dtype: As given, such as ``"float32"``; all, if there are several.
         rollout_dtype: As given.
         problems: Why the verdict is INVALID: the first problem of each sample that has one.
-        diagnoses: The likely causes of a difference, and mistakes in streams that are equal; the surest first.
-        skipped: What was given and not audited, and why.
+        diagnoses: The likely causes of a difference, and mistakes in equal log-probs, the most certain first.
+        skipped: Inputs that were not audited, and why.
     """
 
     verdict: Verdict
@@ -110,19 +114,19 @@ class AuditReport:
 
     @property
     def hint(self) -> str | None:
-        """The likely causes in words, with the evidence for them; None where no rule fits."""
+        """The likely causes in words, with their evidence; None if no rule fits."""
         return ". ".join(f"{each.confidence} {each.in_words}" for each in self.diagnoses) or None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ``passed`` included, as plain values that JSON can hold."""
+        """All fields, including ``passed``, as values for JSON."""
         plain: dict[str, Any] = to_jsonable(self)
         return plain | {"passed": self.passed, "hint": self.hint}
 
     def rows(self) -> list[tuple[str, str]]:
-        """Name and value of everything, for display."""
+        """Names and values of all results, for display."""
         share = f" ({100.0 * self.num_nonzero / self.num_active_tokens:.3g} %)" if self.num_active_tokens else ""
         rows = [
-            ("samples", f"{self.num_samples}, {self.num_recorded} of them as the engine recorded them"),
+            ("samples", f"{self.num_samples}, {self.num_recorded} of them equal to the engine's records"),
             ("active tokens", f"{self.num_active_tokens}"),
             ("different tokens", f"{self.num_nonzero}{share}"),
             ("mean abs diff", _number(self.mean_abs_diff)),
@@ -134,7 +138,7 @@ class AuditReport:
             rows.append(("first divergent", str(self.first_divergence)))
         rows += [("cause", f"{each.confidence} {each.in_words}") for each in self.diagnoses]
         if self.verdict is Verdict.UNPROVED:
-            rows.append(("to prove it", "give what the engine recorded before training (--engine-records)"))
+            rows.append(("to prove it", "pass the engine's records from before training (--engine-records)"))
         return rows + _first_ones("problem", self.problems) + _first_ones("skipped", self.skipped)
 
     def __str__(self) -> str:

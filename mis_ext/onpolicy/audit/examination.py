@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sample after the other: what makes its log-probs incomparable, and else what their comparison measures."""
+"""Examination of single samples: problems of the comparison, or its measurements."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mis_ext.tools.dumps.formats import DumpedSample
 
 
 def find_problem(sample: DumpedSample, record: DumpedSample | None = None) -> Problem | None:
-    """The first reason why the log-probs of a sample cannot be compared, and the position if it is one token's.
+    """The first reason why the log-probs of a sample cannot be compared, with a position if it concerns one token.
 
     Args:
         sample: The sample.
-        record: What the engine's side recorded of it; None if there is no record.
+        record: The engine's record of the sample; None if there is none.
     """
     problem = sample.problem or (None if record is None else _record_problem(sample, record))
     if problem is not None:
@@ -37,7 +37,7 @@ def find_problem(sample: DumpedSample, record: DumpedSample | None = None) -> Pr
         if log_probs.ndim != 1:
             return Problem(f"{side} log-probs have shape {[*log_probs.shape]}, not [T]")
         if log_probs.dtype not in FLOAT_DTYPES:
-            return Problem(f"{side} log-probs are {log_probs.dtype}, which is none of the floating-point dtypes here")
+            return Problem(f"{side} log-probs are {log_probs.dtype}, which is not a supported floating-point dtype")
     length = len(train)
     if len(rollout) != length:
         return Problem(f"{length} train and {len(rollout)} rollout log-probs")
@@ -52,7 +52,7 @@ def find_problem(sample: DumpedSample, record: DumpedSample | None = None) -> Pr
             return Problem(f"{length} log-probs, but {what} of shape {shape}{part}")
     if sample.response_ids is not None and sample.sampled_ids is not None:
         ids = [torch.as_tensor(values).cpu().double() for values in (sample.response_ids, sample.sampled_ids)]
-        # Masked tokens too: they are the context of the tokens behind them.
+        # Masked tokens too: they are the context of later tokens.
         position = first_true(ids[0] != ids[1])
         if position is not None:
             pair = " in training and ".join(f"{each[position].item():g}" for each in ids)
@@ -70,17 +70,17 @@ def find_problem(sample: DumpedSample, record: DumpedSample | None = None) -> Pr
 
 
 def _record_problem(sample: DumpedSample, record: DumpedSample) -> str | None:
-    """Why the record of a sample says nothing about its log-probs."""
+    """Why the record of a sample cannot be compared with its log-probs."""
     if record.behavior_log_probs is None:
         return f"the engine's record has no log-probs ({record.name})"
     ids, recorded = ids_of(sample), ids_of(record)
     if ids is not None and recorded is not None and ids != recorded:
-        return f"the token ids are not those of the engine's record ({record.name})"
+        return f"the token ids differ from those of the engine's record ({record.name})"
     return None
 
 
 def ids_of(sample: DumpedSample) -> tuple[str, ...] | None:
-    """The ids of prompt and response as text, because a file can hold anything."""
+    """The ids of prompt and response as text, because a file may contain any values."""
     ids = sample.token_ids
     return None if ids is None else tuple(map(str, ids.tolist() if isinstance(ids, Tensor) else ids))
 
@@ -89,13 +89,13 @@ def _find_record_difference(rollout: Tensor, record: DumpedSample, active_T: Ten
     where, recorded = f" ({record.name})" if record.path else "", torch.as_tensor(record.behavior_log_probs)
     if recorded.shape != rollout.shape:
         return Problem(f"{len(rollout)} rollout log-probs, but {len(recorded)} in the engine's record{where}")
-    # A framework may round what the engine returned to the trainer's dtype.
+    # A framework may round the engine's log-probs to the trainer's dtype.
     recorded, rollout = recorded.detach().cpu().to(rollout.dtype), rollout.detach().cpu()
     position = first_true(active_T & ~same_bits(rollout, recorded))
     if position is None:
         return None
     pair = f"{rollout[position].item()!r}, and {recorded[position].item()!r} in the engine's record"
-    return Problem(f"the rollout log-prob is {pair}{where}: it was changed or filled in on the way", position=position)
+    return Problem(f"the rollout log-prob is {pair}{where}: it was changed or filled in later", position=position)
 
 
 def active_tokens(mask: Any, length: int) -> Tensor:
@@ -109,7 +109,7 @@ def first_true(chosen_T: Tensor) -> int | None:
 
 
 class Facts(NamedTuple):
-    """Measurements of one sample; counts are of active tokens, of which there is at least one."""
+    """Measurements of one sample. Counts are over active tokens; there is at least one."""
 
     train_dtype: str
     rollout_dtype: str
@@ -130,11 +130,11 @@ def measure(sample: DumpedSample, record: DumpedSample | None, index: int, name:
     active_T = active_tokens(sample.response_mask, len(given[0]))
     if not active_T.any():
         return None
-    # Widening is exact, so this compares the numbers that were given.
+    # Widening is exact, so this compares the given values.
     dtype = torch.promote_types(given[0].dtype, given[1].dtype)
     train_T, rollout_T = (x.to(dtype) for x in given)
     train, rollout = train_T[active_T], rollout_T[active_T]
-    # Of integers: floating-point units can be set to take the smallest numbers for 0.
+    # Compare integers, because floating-point units can be set to flush the smallest numbers to 0.
     ulps = ulp_distance(train, rollout)
     nonzero = ulps != 0
     abs_diff = (train.double() - rollout.double()).abs()
@@ -169,14 +169,14 @@ def measure(sample: DumpedSample, record: DumpedSample | None, index: int, name:
 
 
 def _shown(sample: DumpedSample, behind: float, train_T: Tensor, rollout_T: Tensor, active_T: Tensor) -> Evidence:
-    """Differences in float64, because of two float64 numbers float32 may be equal."""
+    """Differences in float64, because two different float64 values may be equal in float32."""
     rollout_T, train_T = (torch.where(active_T, each, 0.0).double() for each in (rollout_T, train_T))
     tokens = Tokens(train_T - rollout_T, train_T, rollout_T, generated=active_T, valid=active_T)
     ids, has_ids = sample.response_ids, sample.response_ids is not None and sample.sampled_ids is not None
     origin = Origin(
         versions_behind=behind,
         token_ids=ids.cpu() if isinstance(ids, Tensor) else ids,
-        # Those that differ are a problem.
+        # Different ids are a problem.
         has_other_ids=False if has_ids else None,
         source=sample.path,
     )
@@ -198,7 +198,7 @@ class Found(NamedTuple):
 
 
 def examine_rows(rows: Iterable[tuple[DumpedSample, DumpedSample | None]]) -> Found:
-    """Every sample alone; what cannot even be read is a problem of the sample, and no exception."""
+    """Examine every sample separately. An unreadable sample is a problem, not an exception."""
     num_samples = 0
     problems: list[Problem] = []
     facts: list[Facts] = []

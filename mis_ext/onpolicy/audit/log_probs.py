@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exactness audit: are the trainer's log-probs the bits that the inference engine sampled with?
+"""Exactness audit: are the trainer's log-probs bitwise equal to those of the inference engine at sampling?
 
-Equal bits cannot tell two engines that agree from one stream that was copied. What the engine returned, recorded before
-the trainer got the data, can: such as both frameworks' ``--save-debug-rollout-data``.
+Equal bits do not distinguish two engines that agree from a copy. A record of the engine's output from before the
+trainer received the data does, such as ``--save-debug-rollout-data`` of both frameworks.
 """
 
 from __future__ import annotations
@@ -38,31 +38,32 @@ def audit_logprobs(
     train_weight_version: Version | Sequence[Version | None] | None = None,
     rollout_weight_versions: Sequence[Version | Sequence[Version] | None] | None = None,
 ) -> AuditReport:
-    """Verdict and numbers of a bitwise comparison of two streams of log-probs; what cannot be compared never passes.
+    """Compare two lists of log-probs bitwise. Log-probs that cannot be compared never pass.
 
-    INVALID are: a sample that is missing, lengths or token ids that differ (masked tokens included, being the context
-    of others), NaN or infinity on an active token (the same NaN on both sides too, as in
-    :func:`mis_ext.onpolicy.compare`), a dtype that is not floating point, both sides being the same memory, and no
-    active token at all. What lies under the mask is otherwise ignored.
+    The verdict is INVALID for: a missing sample, different lengths or token ids (also of masked tokens, which are the
+    context of other tokens), NaN or infinity on an active token (also the same NaN on both sides, as in
+    :func:`mis_ext.onpolicy.compare`), a dtype that is not floating point, both sides in the same memory, or no active
+    token. Other values at masked positions are ignored.
 
-    Two dtypes are compared in the narrowest that holds the numbers of both exactly (float32 for float32 against
-    bfloat16): the verdict is about the numbers that were given, and ULPs are those of that dtype. Rounding the wider
-    side first would hide differences.
+    Two dtypes are compared in the narrowest dtype that represents both exactly (float32 for float32 and bfloat16), so
+    the verdict is about the given values, and ULPs are in this dtype. Rounding the wider side first would hide
+    differences.
 
     Args:
-        train_log_probs: Of each sample the trainer's log-probs, ``[T]``, in nats; None means that they are missing.
-        rollout_log_probs: Of each sample the inference engine's, ``[T]``.
-        masks: Of each sample ``[T]``, nonzero where a token is active; None where all are.
-        train_token_ids: Of each sample the ids ``[T]`` that the trainer scored; None where unknown.
-        rollout_token_ids: Of each sample the ids ``[T]`` that the engine sampled.
-        engine_records: Of each sample what the engine returned, ``[T]``, recorded before the trainer got the data. A
-            sample whose rollout log-probs are others is INVALID. A copy has the same bits as two engines that agree, so
-            equal streams of which a sample has no record are UNPROVED.
-        train_weight_version: Version of the weights that the trainer scored with, one for all samples or one each.
-        rollout_weight_versions: Of each sample the version, or all versions, that its tokens were sampled with.
+        train_log_probs: Per sample the trainer's log-probs, ``[T]``, in nats; None if they are missing.
+        rollout_log_probs: Per sample the inference engine's log-probs, ``[T]``.
+        masks: Per sample ``[T]``, nonzero for active tokens; None if all are active.
+        train_token_ids: Per sample the ids ``[T]`` that the trainer scored; None if unknown.
+        rollout_token_ids: Per sample the ids ``[T]`` that the engine sampled.
+        engine_records: Per sample the engine's log-probs, ``[T]``, recorded before the trainer received the data. A
+            sample with different rollout log-probs is INVALID. A copy has the same bits as two engines that agree. So
+            equal log-probs are UNPROVED if a sample has no record.
+        train_weight_version: Version of the weights that the trainer scored with, one for all samples or one per
+            sample.
+        rollout_weight_versions: Per sample the version, or all versions, of the weights that sampled its tokens.
 
     Raises:
-        TypeError: An argument is no list.
+        TypeError: An argument is not a list.
     """
     versions = train_weight_version
     columns = {
@@ -91,7 +92,7 @@ _FIELDS = (
     *("proximal_log_probs", "behavior_log_probs", "response_mask", "response_ids", "sampled_ids"),
     *("proximal_weight_version", "behavior_weight_versions"),
 )
-"""Of a sample from a file, in the order of the arguments."""
+"""Fields of a sample from a file, in the order of the arguments."""
 
 
 def _samples(columns: Mapping[str, Sequence[Any]]) -> Iterator[tuple[DumpedSample, DumpedSample | None]]:
@@ -101,16 +102,16 @@ def _samples(columns: Mapping[str, Sequence[Any]]) -> Iterator[tuple[DumpedSampl
 
 
 def audit_dumps(dumps: Dumps, *, engine_records: Dumps | None = None) -> AuditReport:
-    """The audit of samples from files, which are in memory one file after the other.
+    """Audit samples from files; one file is in memory at a time.
 
     Args:
-        dumps: What is audited.
-        engine_records: What the engine's side recorded before training, as in :func:`audit_logprobs`. A sample is found
-            by rollout and number, or by its ids where there is no number.
+        dumps: The dumps to audit.
+        engine_records: Records of the engine from before training, as in :func:`audit_logprobs`. A sample is found by
+            rollout and number, or by its ids if it has no number.
 
     Raises:
         OSError: A file cannot be opened.
-        ValueError: The content of a file is not known, or a record of the engine is none.
+        ValueError: The format of a file is unknown, or an engine record is not valid.
     """
     records = _by_sample(() if engine_records is None else engine_records)
     return _report(examine_rows(_rows(dumps, records)), skipped=dumps.skipped)
@@ -121,8 +122,8 @@ def _by_sample(records: Iterable[DumpedSample]) -> dict[Any, list[DumpedSample]]
     for record in records:
         if record.proximal_log_probs is not None:
             raise ValueError(
-                f"{record.name}: is no record of the engine, because it has trainer log-probs; give what was written "
-                "before training, such as the file of --save-debug-rollout-data"
+                f"{record.name}: is not a record of the engine, because it has trainer log-probs; pass a file from "
+                "before training, such as that of --save-debug-rollout-data"
             )
         for key in filter(None, (_number(record), ids_of(record))):
             by_sample.setdefault(key, []).append(record)
@@ -138,7 +139,7 @@ def _number(sample: DumpedSample) -> tuple[int, int] | None:
 def _rows(dumps: Dumps, records: dict[Any, list[DumpedSample]]) -> Iterator[tuple[DumpedSample, DumpedSample | None]]:
     for sample in dumps:
         found: Sequence[DumpedSample | None] = records.get(_number(sample)) or records.get(ids_of(sample)) or [None]
-        # Of several with its ids one with its log-probs, if there is one.
+        # Of several records with its ids, prefer one with its log-probs.
         given, recorded = sample.behavior_log_probs, [None if x is None else x.behavior_log_probs for x in found]
         same = [x is not None and given is not None and torch.equal(given, x.to(given.dtype)) for x in recorded]
         yield sample, found[same.index(True) if any(same) else 0]
@@ -173,7 +174,7 @@ def _report(found: Found, *, skipped: Sequence[object] = ()) -> AuditReport:
 
 
 def _diagnoses(found: Found, verdict: Verdict) -> list[Diagnosis]:
-    """Causes of a difference; of streams that are equal, or cannot be compared, only mistakes in them."""
+    """Causes of a difference. For log-probs that are equal or cannot be compared, only mistakes."""
     gathering = Gathering()
     for fact in found.facts:
         gathering.add(fact.shown)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixed-block attention, differentiable, and torch's ``scaled_dot_product_attention`` on it."""
+"""Differentiable fixed-block attention, and torch's ``scaled_dot_product_attention`` based on it."""
 
 from __future__ import annotations
 
@@ -32,37 +32,38 @@ def attention(
     mask: Tensor | None = None,
     key_slots: Tensor | None = None,
 ) -> Tensor:
-    """Attention of packed sequences whose every output row has the same bits in a prefill, a chunk of it or a decode.
+    """Attention of packed sequences. Every output row has the same bits in a prefill, a chunk of it, or a decode.
 
-    Keys are taken in blocks of one width that start at the first key that a query sees, so a pack that a mask keeps
-    apart, padding on the left, and a cache that drops keys out of a window leave its bits. Keys between its first and
-    last that a mask hides are counted: a gap in the middle is part of the row. Queries are taken in tiles of one
-    height, and a block of which a query sees nothing is an exact no-op of the online softmax (Milakov and Gimelshein,
-    "Online normalizer calculation for softmax", arXiv 1805.02867). Sums are in float32.
+    Keys are processed in blocks of a fixed width that start at the first key that a query sees. So a pack that a mask
+    separates, padding on the left, and a cache that drops keys outside of a window do not change the bits. Masked keys
+    between the first and the last key count: a gap is part of the row. Queries are processed in tiles of a fixed
+    height, and a block without a visible key is an exact no-op of the online softmax (Milakov and Gimelshein, "Online
+    normalizer calculation for softmax", arXiv 1805.02867). Sums are in float32.
 
     Args:
-        query: ``[T, H, D]``, the sequences one after the other.
+        query: ``[T, H, D]``, the concatenated sequences.
         key: ``[U, G, D]``; ``H`` is a multiple of ``G``, and head ``h`` attends to ``h // (H // G)``.
-        value: ``[U, G, D]``; on a CPU its ``D`` may be another.
-        cu_seqlens_q: ``[S + 1]`` int32, where each sequence's queries start, and ``T``.
-        cu_seqlens_k: The same for its keys; None: as the queries.
-        max_seqlen_q: The most queries of a sequence.
-        max_seqlen_k: The most keys of a sequence; None: as the queries.
+        value: ``[U, G, D]``; on a CPU its ``D`` may differ.
+        cu_seqlens_q: ``[S + 1]`` int32, the start of each sequence's queries, and ``T``.
+        cu_seqlens_k: The same for keys; None: equal to the queries.
+        max_seqlen_q: The largest number of queries of a sequence.
+        max_seqlen_k: The largest number of keys of a sequence; None: equal to the queries.
         scale: Multiplies the scores, > 0; None: ``D ** -0.5``.
-        is_causal: A sequence's last query sees its last key, the one before all but that, and so on.
-        mask: ``[S, 1 or H, max_seqlen_q, max_seqlen_k]`` bool, True where a query may attend; on top of ``is_causal``.
-        key_slots: ``[S, max_seqlen_k]`` int32 or int64, for the paged cache of an engine: which rows of ``key`` and
-            ``value`` the keys of each sequence are, and ``cu_seqlens_k`` says how many there are; None: they lie one
-            sequence after the other. On CUDA the host reads nothing, so that a graph can capture a decode.
+        is_causal: The last query of a sequence sees all keys, the previous query all but the last key, and so on.
+        mask: ``[S, 1 or H, max_seqlen_q, max_seqlen_k]`` bool, True where a query may attend, in addition to
+            ``is_causal``.
+        key_slots: ``[S, max_seqlen_k]`` int32 or int64, for the paged cache of an engine: the rows of ``key`` and
+            ``value`` for the keys of each sequence, whose number is in ``cu_seqlens_k``. None: the sequences are
+            concatenated. On CUDA no value is read on the CPU, so that a graph can capture a decode.
 
     Returns:
-        ``[T, H, D]``; 0 where a query may attend to nothing, and after the end of the last sequence.
+        ``[T, H, D]``; 0 for queries without a key, and after the last sequence.
 
     Raises:
-        ValueError: Shapes contradict each other.
-        TypeError: The mask is not boolean, or the tensors have several dtypes.
-        NotImplementedError: A mask or a derivative with ``key_slots``.
-        RuntimeError: Differentiation in forward mode, by ``torch.func``, or twice: torch refuses it.
+        ValueError: Shapes do not fit.
+        TypeError: The mask is not boolean, or the tensors have different dtypes.
+        NotImplementedError: ``key_slots`` is given with a mask, or a derivative is needed.
+        RuntimeError: Differentiation is in forward mode, by ``torch.func``, or twice, which torch refuses.
     """
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
@@ -99,7 +100,7 @@ def attention(
 
 @contextmanager
 def _undisturbed(x: Tensor) -> Iterator[None]:
-    """Let no override of the mode reach into attention, nor autocast."""
+    """Disable the overrides of the mode and autocast inside attention."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.autocast(x.device.type, enabled=False):
         yield
 
@@ -116,7 +117,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of torch's own attention, a sequence at a time: right, and not batch-invariant."""
+        """The gradients of torch's own attention, per sequence: correct, but not batch-invariant."""
         cu_seqlens_q, cu_seqlens_k, _, _, scale, is_causal, mask, _ = ctx.packing
         leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         spans = (pairwise(bounds.tolist()) for bounds in (cu_seqlens_q, cu_seqlens_k))
@@ -134,7 +135,7 @@ class _Attention(torch.autograd.Function):
                     causal = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
                     seen = causal if seen is None else seen & causal
                 if seen is not None:
-                    # Of a query that sees nothing torch may return NaN.
+                    # torch may return NaN for a query without a key.
                     sees = seen.any(-1, keepdim=True)
                     seen, grad = seen | ~sees, torch.where(sees, grad, 0)
                 settings = seen, 0.0, is_causal and seen is None
@@ -152,12 +153,12 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tenso
         raise TypeError(f"attention takes one dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
     if shapes["key"][:2] != shapes["value"][:2] or shapes["key"][2] != shapes["query"][2]:
         raise ValueError(
-            f"key and value must be of one shape, but for the value's last dimension, and key and query have one last "
+            "key and value must have the same shape except for the last dimension, and key and query the same last "
             f"dimension, got {shapes}"
         )
     num_heads, num_key_heads = query.shape[1], key.shape[1]
     if num_heads and (num_key_heads == 0 or num_heads % num_key_heads):
-        raise ValueError(f"{num_heads} query heads are no multiple of {num_key_heads} key heads")
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_key_heads} key heads")
     if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.dim() != 1:
         raise ValueError(
             f"cu_seqlens_q {[*cu_seqlens_q.shape]} and cu_seqlens_k {[*cu_seqlens_k.shape]} must be [sequences + 1]"
@@ -172,7 +173,7 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # Heads of keys may be fewer in any case.
+    enable_gqa: bool = False,  # Fewer key heads are always allowed.
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` of ``[B, H, T, D]`` on :func:`attention`."""
     if dropout_p > 0.0:
@@ -190,7 +191,7 @@ def scaled_dot_product_attention(
         )
     (batch, heads, num_q, _), num_k = query.shape, key.shape[2]
     if is_causal and num_q != num_k:
-        # torch aligns the mask with the first key, not the last.
+        # torch aligns the mask with the first key, not with the last key.
         attn_mask = torch.ones(num_q, num_k, dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())].expand(batch, -1, num_q, num_k)

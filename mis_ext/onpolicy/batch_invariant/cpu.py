@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant products, sums and attention on a CPU: every product that reaches BLAS has one fixed shape.
+"""Batch-invariant matmuls, sums and attention on a CPU: every matmul that BLAS computes has one fixed shape.
 
-A BLAS picks its kernel, and with it the order of its sums, by the shapes and strides of the operands. Here operands are
-cut into tiles of one height and one width, padded with zeros, and copied to one memory layout, and sums are cut into
-blocks that are added up in order. So a number depends on its own row and its own column, and on nothing else: fused and
-separate projections (``qkv`` against ``q``, ``k`` and ``v``) agree too. 16-bit operands are multiplied in float32 and
-rounded once.
+A BLAS selects its kernel, and thus the order of its sums, by the shapes and strides of the operands. This module splits
+operands into tiles of a fixed height and width, pads them with zeros, and copies them to one memory layout. Sums are
+split into blocks that are added in order. So a value depends only on its own row and its own column: fused and separate
+projections (``qkv``, or ``q``, ``k`` and ``v``) agree too. 16-bit operands are multiplied in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 
 TILE_ROWS = 16
 TILE_COLUMNS = 128
-# A BLAS with threads to spare cuts a long sum in two when it gets a single tile.
+# A BLAS with idle threads splits a long sum if it gets a single tile.
 SUM_BLOCK = 128
 
 
@@ -32,11 +31,10 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``; terms of 0 at the ends of a sum change no bit.
+    """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``. Zero terms at both ends of a sum change no bit.
 
-    So the attention of an eager model gives a query the same bits whether or not masked keys come before or after its
-    own: padding, other sequences of a pack, keys that have left a window. Sums begin at the first number of ``a`` that
-    is not 0.
+    So in eager attention the bits of a query do not depend on masked keys before or after its own: padding, other
+    sequences of a pack, keys outside of a window. Sums begin at the first nonzero value of ``a``.
     """
     if a.shape[2] == 0 or not bool((a[..., 0] == 0).any()):
         return _bmm(a, b)
@@ -62,7 +60,7 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
     output = a_tiles.new_zeros(batch, num_down, TILE_ROWS, num_across, TILE_COLUMNS)
     for start in range(0, length, SUM_BLOCK):
         a_block, b_block = a_tiles[..., start : start + SUM_BLOCK], b_tiles[:, :, start : start + SUM_BLOCK]
-        # One call per tile of the operand with fewer of them, against all tiles of the other.
+        # One call per tile of the operand with fewer tiles, with all tiles of the other operand.
         if num_down < num_across:
             for down in range(num_down):
                 output[:, down] += torch.matmul(a_block[:, down : down + 1], b_block).transpose(1, 2)
@@ -72,12 +70,12 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
     whole = output.flatten(3).flatten(1, 2)
     if whole.shape == (batch, rows, columns):
         return whole.to(a.dtype)
-    # Its own memory, as long as it looks: a part of the tiles could not be viewed in other shapes.
+    # A contiguous copy, because a part of the tiles could not be viewed in other shapes.
     return whole.new_empty(batch, rows, columns, dtype=a.dtype).copy_(whole[:, :rows, :columns])
 
 
 def _padded(x: Tensor, dim: int, multiple: int) -> Tensor:
-    """``x`` with zeros at the end of a dimension; itself where there is nothing to add, unlike torch's copy."""
+    """``x`` with zeros at the end of a dimension; without padding ``x`` itself, while F.pad copies."""
     missing = -x.shape[dim] % multiple
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
@@ -95,11 +93,11 @@ def grouped_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_rows_(out: Tensor, index: Tensor, source: Tensor) -> None:
-    """Add each row of ``source [N, E]`` to the row of ``out [D, E]`` that ``index [N]`` names, in their order."""
+    """Add each row of ``source [N, E]`` to the row ``index [N]`` of ``out [D, E]``, in the order of ``source``."""
     dtype = torch.promote_types(out.dtype, torch.float32)
     order_N = index.argsort(stable=True)
     destinations, which_N, counts = torch.unique_consecutive(index[order_N], return_inverse=True, return_counts=True)
-    # How many rows come before this one on the way to its destination.
+    # The number of earlier rows with the same destination.
     rank_N = torch.arange(len(order_N)) - (counts.cumsum(0) - counts)[which_N]
     total = out[destinations].to(dtype)
     for part in rank_N.argsort(stable=True).split(rank_N.bincount().tolist()):
@@ -108,10 +106,10 @@ def add_rows_(out: Tensor, index: Tensor, source: Tensor) -> None:
 
 
 def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-    """Attention of packed sequences, one after the other; see :func:`.attention.attention`.
+    """Attention of packed sequences, per sequence; see :func:`.attention.attention`.
 
-    By :func:`bmm`, which skips the keys before those that a query sees, and a softmax in which masked keys change no
-    bit.
+    It uses :func:`bmm`, which skips the keys before those that a query sees, and a softmax in which masked keys change
+    no bit.
     """
     dtype, output = _compute_dtype(query), query.new_zeros(*query.shape[:2], value.shape[2])
     spans = (pairwise(bounds.tolist()) for bounds in (packing.cu_seqlens_q, packing.cu_seqlens_k))

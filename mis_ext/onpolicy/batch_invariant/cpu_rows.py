@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows and single numbers on a CPU: the same bits in any batch, any layout and with any number of threads.
+"""Rows and single values on a CPU: the same bits in any batch, any layout and with any number of threads.
 
-torch computes whole vectors with other instructions than the elements that are left over at the end of each thread's
-share, so silu, gelu, pow and others round differently there. Here the operands of an elementwise function lie one after
-the other in memory, are filled up to whole vectors, and come in pieces that one thread computes. And torch adds up
-columns in another order than rows, and cuts a sum whose only result is one number in two. Here rows are contiguous, and
-never alone.
+torch computes whole vectors with different instructions than the remaining elements at the end of each thread's share,
+so silu, gelu, pow and others round differently there. This module makes the operands of an elementwise function
+contiguous, pads them to whole vectors, and passes pieces that one thread computes. Also, torch sums columns in a
+different order than rows, and splits a sum with a single result. So rows are contiguous here, and there are at least
+two.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-# What torch computes at once is at most two registers of 512 bits, with 16-bit numbers.
+# torch processes at most two registers of 512 bits at once, with 16-bit values.
 _VECTOR = 64
-# Of more torch would give each thread a share: of gelu first.
+# Larger pieces would be split between threads, for gelu first.
 _PIECE = 1 << 14
 
 
 def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute ``func``, in place if it is, in the layout of the first operand of the shape of its result."""
+    """Compute ``func`` (also in place), in the layout of the first operand with the shape of the result."""
     if func._schema.is_mutable:
         return args[0].copy_(elementwise(functional(func), *args, **kwargs))
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    # One without dimensions stays as it is beside others: torch takes it for a Python number.
+    # A tensor without dimensions does not change: torch treats it like a Python number.
     operands = [x for x in tensors if x.dim() > 0] or tensors
     shape = torch.broadcast_shapes(*(x.shape for x in operands))  # type: ignore[no-untyped-call]
     numel = math.prod(shape)
@@ -59,7 +59,7 @@ def _pieces(x: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
 
 @cache
 def functional(func: Any) -> Any:
-    """``aten.exp.default`` for ``aten.exp_.default`` and itself; None for a form that writes elsewhere."""
+    """``aten.exp.default`` for ``aten.exp_.default`` and for itself; None for a form with an ``out`` argument."""
     if not func._schema.is_mutable:
         return func if len(func._schema.returns) == 1 else None
     name = func.overloadpacket.__name__
@@ -68,40 +68,40 @@ def functional(func: Any) -> Any:
 
 
 def sum(rows: Tensor, *, is_mean: bool) -> Tensor:
-    """Sum, or mean, of contiguous rows ``[..., E]``; torch would share out a single one between threads."""
+    """Sum, or mean, of contiguous rows ``[..., E]``; torch would split a single row between threads."""
     flat = rows.view(-1, rows.shape[-1])
     flat = flat.expand(2, -1) if len(flat) == 1 else flat
     result = flat.mean(1) if is_mean else flat.sum(1)
     return result[: rows.shape[:-1].numel()].clone().view(rows.shape[:-1])
 
 
-# Of a share of a softmax: 2**20 of them fit into 63 bits.
+# Bits of a share of a softmax: 2**20 shares fit into 63 bits.
 _SHARE_BITS = 42
 _PART = 1 << 16
 
 
 def softmax(rows: Tensor, dtype: torch.dtype, *, is_log: bool) -> Tensor:
-    """Softmax of contiguous rows ``[..., E]``, or its logarithm; columns at -infinity change no bit, wherever they are.
+    """Softmax of contiguous rows ``[..., E]``, or its logarithm; columns at -infinity change no bit at any position.
 
-    The shares are added up as integers, in which no order matters: an attention sink comes after the keys, masked ones
-    too, so nothing else gives it one place in the sum.
+    The shares are added as integers, so the order does not matter. An attention sink comes after all keys, including
+    masked keys, so its position in the sum varies.
     """
     out, num_columns = torch.empty_like(rows, dtype=dtype), rows.shape[-1]
-    # Some at a time, so that what a part needs stays in the cache.
+    # A few rows at a time, so that the data stays in the cache.
     size = max(1, _PART // num_columns)
     for start in range(0, out.numel() // num_columns, size):
         into, scores = (y.view(-1, num_columns)[start : start + size] for y in (out, rows))
         scores = scores if scores.dtype == torch.float64 else scores.float()
         highest = scores.amax(-1, keepdim=True)
         shares: Tensor = elementwise(aten.exp.default, scores - highest)
-        # Without a number, or with an infinite one, all shares are NaN.
+        # If the highest score is NaN or infinite, all shares are NaN.
         total = torch.where(highest.isfinite(), _exact_sum(shares), torch.nan)
         into.copy_(scores - highest - elementwise(aten.log.default, total) if is_log else shares / total)
     return out
 
 
 def _exact_sum(shares: Tensor) -> Tensor:
-    """``[..., 1]`` of numbers from -1 to 1."""
+    """``[..., 1]``: the exact sum of values from -1 to 1."""
     scaled = shares * 2.0**_SHARE_BITS
     whole = scaled.to(torch.int64)
     total = whole.sum(-1, keepdim=True).to(shares.dtype) * 2.0**-_SHARE_BITS

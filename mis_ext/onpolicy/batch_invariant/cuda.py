@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels, by the names that ``cpu`` has."""
+"""The Triton kernels, with the names of the functions in ``cpu``."""
 
 from mis_ext.onpolicy.batch_invariant.triton_attention import attention_forward as attention_forward
 from mis_ext.onpolicy.batch_invariant.triton_products import add_rows_ as add_rows_

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that compute for tensors of a device, their legal inputs, and the norm that engines call by name."""
+"""The modules with the kernels of each device, their legal inputs, and the norm that engines call by name."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from mis_ext.scoring.backend import triton_obstacle
 
 
 def kernels_on(x: Tensor) -> Any:
-    """The module that computes for the device of ``x``: ``cpu`` or ``cuda``, which have the same functions.
+    """The module with the kernels for the device of ``x``: ``cpu`` or ``cuda``, which have the same functions.
 
     Raises:
-        RuntimeError: The device has none.
-        NotImplementedError: The dtype has none. ``a @ b`` would take a TypeError for a refusal of the operand.
+        RuntimeError: The device has no kernels.
+        NotImplementedError: The dtype has no kernels. ``a @ b`` would treat a TypeError as an unsupported operand.
     """
     check_device_type(x.device.type)
     if x.is_cpu:
         return cpu
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotImplementedError(
-            f"no batch-invariant execution of {x.dtype} on cuda: take float32, bfloat16 or float16, or leave the mode"
+            f"no batch-invariant execution of {x.dtype} on cuda: use float32, bfloat16 or float16, or leave the mode"
         )
     from mis_ext.onpolicy.batch_invariant import cuda
 
     return cuda
 
 
-# Every product asks.
+# Cached, because every matmul calls it.
 @cache
 def check_device_type(device_type: str) -> None:
     """Refuse a type of device that has no batch-invariant kernels."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of MoE models: matmuls of groups of rows, sums of rows, and an order of ties.
+"""Functions for MoE models: matmuls of groups of rows, sums of rows, and the order of ties.
 
-A token has the same bits, whichever other tokens its experts get: a row of a grouped product has those of its own
-product with the matrix of its expert, a token's experts are added up in the order in which they lie, and of equal
-scores the first comes first.
+A token has the same bits for any other tokens of its experts. A row of a grouped matmul equals its separate matmul with
+the matrix of its expert. A token's experts are added in their order in memory. Of equal scores, the first comes first.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """``aten._grouped_mm`` of ``a [M, K]`` and ``b [G, K, N]`` with the bits of ``a[rows] @ b[group]``.
+    """``aten._grouped_mm`` of ``a [M, K]`` and ``b [G, K, N]``, bitwise equal to ``a[rows] @ b[group]``.
 
     Groups of rows end at ``offs [G]``, int32. Rows after the last group are zeros. The gradient of the experts'
-    matrices, of two matrices, is torch's own.
+    matrices, a matmul of two matrices, is torch's own.
     """
     if a.dim() == b.dim() == 2:
         return func(a, b, offs, bias, out_dtype)
@@ -41,14 +40,14 @@ def grouped_mm(
     has_groups = offs is not None and offs.shape == b.shape[:1] and offs.dtype == torch.int32
     if not fits or not has_groups or bias is not None or out_dtype not in (None, a.dtype):
         raise RuntimeError(
-            f"{func} in the mode takes [M, K] and [G, K, N] of one dtype, int32 offs [G], and no bias or other "
+            f"{func} in the mode takes [M, K] and [G, K, N] of the same dtype, int32 offs [G], and no bias or other "
             f"out_dtype, got {[*a.shape]} of {a.dtype}, {[*b.shape]} of {b.dtype} and {out_dtype}"
         )
     return devices.kernels_on(a).grouped_rows(a, b, offs)
 
 
-# torch adds rows of one destination in an order that depends on the other rows: by atomic additions on CUDA, and on a
-# CPU where threads share the work. Here it is the order in which they lie; 16-bit numbers are summed in float32, and
+# torch adds rows of the same destination in an order that depends on the other rows: by atomic additions on CUDA, and
+# with several threads on a CPU. Here they are added in their order in memory; 16-bit values are summed in float32, and
 # rounded once.
 def index_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
     """``aten.index_add`` and ``aten.index_add_``."""
@@ -58,7 +57,7 @@ def index_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *, 
 
 
 def scatter_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """``aten.scatter_add`` and ``aten.scatter_add_``; with an index that is one for each row, of whole rows."""
+    """``aten.scatter_add`` and ``aten.scatter_add_``; whole rows are added if each row has only one index."""
     out, dim = _output(func, x, source), dim % x.dim()
     source = source[tuple(slice(length) for length in index.shape)]
     others = [axis for axis in range(x.dim()) if axis != dim]
@@ -78,16 +77,18 @@ def scatter_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -
 def index_put(
     func: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, *more: Any
 ) -> Tensor:
-    """``aten.index_put`` and its other names; the gradient of ``x[index]`` is one."""
+    """``aten.index_put`` and its other names; the gradient of ``x[index]`` uses it."""
     if not accumulate or all(index is None or index.dtype in _MASKS for index in indices):
-        # Of a mask, no place is named twice.
+        # A mask has no duplicate positions.
         return func(x, indices, values, accumulate, *more)  # type: ignore[no-any-return]
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     if dims[-1] - dims[0] >= len(dims) or any(index is not None and index.dtype in _MASKS for index in indices):
-        raise NotImplementedError(f"{func} has no batch-invariant form here for masks beside indices, and for gaps")
+        raise NotImplementedError(
+            f"{func} has no batch-invariant form here for masks together with indices, and for gaps"
+        )
     out, first, end = _output(func, x, values), dims[0], dims[-1] + 1
     places = torch.broadcast_tensors(*(i.to(x.device) for i in indices if i is not None))  # type: ignore[no-untyped-call]
-    # Counted from the front.
+    # Convert negative indices.
     places = [torch.where(n < 0, n + x.shape[dim], n) for dim, n in zip(dims, places, strict=True)]
     values = values.to(x.device).expand(*x.shape[:first], *places[0].shape, *x.shape[end:])
     moved = [*range(first, first + places[0].dim())], [*range(places[0].dim())]
@@ -96,18 +97,18 @@ def index_put(
 
 
 def _output(func: Any, x: Tensor, source: Tensor) -> Tensor:
-    """The tensor to add to: for a function in place that of the caller."""
+    """The tensor to add to: the caller's own for an in-place function."""
     if x.dtype != source.dtype:
-        raise RuntimeError(f"{func} adds numbers of one dtype, got {x.dtype} and {source.dtype}")
+        raise RuntimeError(f"{func} adds values of the same dtype, got {x.dtype} and {source.dtype}")
     return x if func._schema.is_mutable else x.clone(memory_format=torch.contiguous_format)
 
 
 def _add(out: Tensor, places: Sequence[Tensor], source: Tensor) -> None:
-    """Add ``source[n]`` to ``out[places[0][n], places[1][n], ...]``, one n after the other.
+    """Add ``source[n]`` to ``out[places[0][n], places[1][n], ...]`` for each n in order.
 
     Args:
         out: ``[D0, D1, ..., *rest]``, changed in place.
-        places: Indices by each of the first dimensions, which broadcast to N, one or several dimensions.
+        places: Indices into each of the first dimensions, which broadcast to N (one or several dimensions).
         source: ``[*N, *rest]``.
     """
     leading = out.shape[: len(places)]
@@ -135,9 +136,9 @@ def sort(func: Any, x: Tensor, dim: int = -1, descending: bool = False, *, stabl
 
 
 def topk(func: Any, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """``aten.topk``, always sorted: of equal numbers at the border, those with the lowest places are taken.
+    """``aten.topk``, always sorted: of equal values at the border, those with the lowest indices are selected.
 
-    A row with equal numbers is one in which torch may choose by the other rows, and two engines differently.
+    For equal values, torch's choice may depend on other rows, and may differ between engines.
     """
     ordered, places = x.sort(dim=dim, descending=largest, stable=True)
     return ordered.narrow(dim, 0, k).contiguous(), places.narrow(dim, 0, k).contiguous()
@@ -159,4 +160,5 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
 }
 
 OVERRIDES_OF_LIBRARIES = {"transformers::grouped_mm_fallback": grouped_mm}
-"""Operators that would hide their products from the mode, by name: their library may come later, or never."""
+"""Operators that would hide their matmuls from the mode, by name, as their library may be imported later or never.
+"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements of torch's functions and operators in the mode, those that pass, and those that it rejects by name."""
+"""The mode's replacements of torch's functions and operators, and lists of those that pass or are refused."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mis_ext.onpolicy.batch_invariant.attention import scaled_dot_product_attent
 
 aten = torch.ops.aten
 
-# Made of products that torch chooses by the number of rows: with autograd only these arrive below.
+# torch splits these into matmuls depending on the number of rows. With autograd only these matmuls arrive below.
 _CHAINS = frozenset({"linalg_multi_dot", "chain_matmul", "tensordot", "inner"})
 
 
 class FunctionOverrides(TorchFunctionMode):
-    """Catches attention before torch picks one of its kernels, and what chooses an order of products."""
+    """Intercepts attention before torch selects a kernel, and functions that choose an order of matmuls."""
 
     @classmethod
     def is_on(cls) -> bool:
-        """Return True if functions called from here arrive at one of these."""
+        """Return True if this mode intercepts functions that are called from here."""
         return any(isinstance(mode, cls) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -45,13 +45,13 @@ class FunctionOverrides(TorchFunctionMode):
 
 
 class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Catches products and reductions below autograd, so those of the backward pass too."""
+    """Intercepts matmuls and reductions below autograd, so also those of the backward pass."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def is_on(cls) -> bool:
-        """Return True if operators called from here arrive at one of these."""
+        """Return True if this mode intercepts operators that are called from here."""
         return any(isinstance(mode, cls) for mode in _get_current_dispatch_mode_stack())
 
     def __torch_dispatch__(
@@ -59,19 +59,19 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(func)
-        # Most of what a decode step waits for. On a GPU elementwise functions compute a number wherever it lies.
+        # The fast path of a decode step. On a GPU elementwise functions do not depend on the position of a value.
         is_cuda = bool(args) and isinstance(args[0], Tensor) and args[0].is_cuda
         if kind == "passes" or (is_cuda and kind in ("exact", "elementwise")):
             return func(*args, **kwargs)
-        # Without autograd (inference mode) operators arrive here before they are taken apart: by the kernel of other
-        # modes, because func.decompose prefers one in Python, which computes in another way.
+        # Without autograd (inference mode) operators arrive before their decomposition. Use the kernel that other modes
+        # use, because func.decompose prefers a Python version with different arithmetic.
         if kind == "composite":
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         x = _first_number((*args, *kwargs.values()))
         if x is None:
             result = func(*args, **kwargs)
-            # exp of integers is a floating-point number too.
+            # exp of integers also gives floating-point values.
             is_float = isinstance(result, Tensor) and result.is_floating_point() and result.is_cpu
             return cpu_rows.elementwise(func, *args, **kwargs) if kind == "elementwise" and is_float else result
         if kind == "refused" or x.is_complex():
@@ -79,9 +79,9 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind == "override":
             return _override_of(func)(func, *args, **kwargs)  # type: ignore[misc]
         if kind == "exact" and x.is_cpu:
-            # A 16-bit number times integers: torch rounds them to 16 bits, but not one that is alone.
+            # 16-bit values times integers: torch rounds integers to 16 bits, except a single one.
             args = tuple(y.to(x.dtype) if isinstance(y, Tensor) and _is_integer(y) else y for y in args)
-        # With a factor a sum is rounded twice, or once where the instruction does both.
+        # With a factor a sum is rounded twice, or once with a fused instruction.
         factor = kwargs.get("alpha", args[2] if func in _WITH_FACTOR and len(args) > 2 else 1)
         if not x.is_cpu or (kind == "exact" and factor == 1):
             return func(*args, **kwargs)
@@ -91,7 +91,7 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _first_number(values: Iterable[Any]) -> Tensor | None:
-    """The first floating-point or complex tensor, in lists too."""
+    """The first floating-point or complex tensor, also inside lists."""
     for value in values:
         if isinstance(value, Tensor):
             if value.is_floating_point() or value.is_complex():
@@ -106,7 +106,7 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def _refusal(func: Any, what: str = "") -> NotImplementedError:
-    advice = "compute it outside of the mode, or from products, sums and elementwise functions"
+    advice = "compute it outside of the mode, or from matmuls, sums and elementwise functions"
     if "attention" in str(func) and not FunctionOverrides.is_on():
         advice = (
             "torch hides this call of attention from the mode: around checkpoints use batch_invariant_forward(model)"
@@ -127,13 +127,13 @@ def _mm(func: Any, a: Tensor, b: Tensor) -> Any:
 def _bmm(func: Any, a: Tensor, b: Tensor) -> Any:
     _check_factors(a, b, num_dims=3)
     if b.shape[2] == 1 < a.shape[1] and a.shape[2] > 1:
-        # An expert's matrix times its token: the same products and sums as where the token is a row of a batch.
+        # An expert's matrix times its token: use the same arithmetic as for a token in a batch of rows.
         return devices.kernels_on(a).bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
     return devices.kernels_on(a).bmm(a, b)
 
 
 def _plus_bias(multiply: Callable[..., Any]) -> Callable[..., Any]:
-    """The product times ``alpha``, and ``beta`` times a bias of its dtype that broadcasts to it."""
+    """``alpha`` times the product, plus ``beta`` times a bias of the same dtype that broadcasts to it."""
 
     def override(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
         product = multiply(func, a, b)
@@ -141,52 +141,52 @@ def _plus_bias(multiply: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(f"a bias must have the dtype of the product, got {bias.dtype} and {product.dtype}")
         bias = bias.expand(product.shape)
         scaled = product if alpha == 1 else product * alpha
-        # With beta 0 the bias counts for nothing, whatever it holds.
+        # With beta 0 the bias is ignored, even if it is NaN.
         return scaled if beta == 0 else scaled + (bias if beta == 1 else bias * beta)
 
     return override
 
 
 def _check_factors(a: Tensor, b: Tensor, *, num_dims: int) -> None:
-    """Refuse what torch refuses, with its class of error; a TypeError would make ``a @ b`` blame the operator."""
+    """Refuse the same operands as torch, with the same error class. For a TypeError ``a @ b`` blames the operator."""
     if (a.dtype, a.device) != (b.dtype, b.device):
         raise RuntimeError(
-            f"the factors of a product must have one dtype and device, got {a.dtype} on {a.device} and {b.dtype} on "
-            f"{b.device}"
+            f"the factors of a product must have the same dtype and device, got {a.dtype} on {a.device} and "
+            f"{b.dtype} on {b.device}"
         )
     fit = a.dim() == b.dim() == num_dims and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]
     if not fit:
         raise RuntimeError(f"shapes {[*a.shape]} and {[*b.shape]} cannot be multiplied")
 
 
-# No score is as low. Masks have minus infinity, or the least number of the dtype, 65,504 in float16.
+# No score is as low. Masked scores are minus infinity or the lowest value of the dtype, -65,504 in float16.
 _MASKED = -3e4
 
 
 def refuse_masked_beginning(scores: Tensor) -> None:
-    """Refuse attention scores ``[..., queries, keys]`` whose first key is masked where a later one is not.
+    """Refuse attention scores ``[..., queries, keys]`` with a masked first key and a later key that is not masked.
 
-    On CUDA the product of its shares and the values adds up blocks that start at that key: at padding on the left, at
-    the sequence before in a pack, at a key that has left a window.
+    On CUDA the matmul of shares and values sums blocks that start at this masked key: padding on the left, the previous
+    sequence of a pack, or a key outside of the window.
     """
     if scores.is_cuda and torch.cuda.is_current_stream_capturing():
-        # Nothing may be read there.
+        # No value can be read during capture.
         return
     rows = scores[scores[..., 0] < _MASKED] if scores.shape[-1] > 1 else scores[..., :0]
     if rows.numel() and bool((rows.amax(-1) > _MASKED).any()):
         raise NotImplementedError(
             "softmax of scores whose first keys are masked (padding on the left, packs, sliding windows) has no "
-            'batch-invariant form in eager attention on cuda: take attn_implementation="sdpa"; a model without it '
+            'batch-invariant form in eager attention on cuda: use attn_implementation="sdpa"; a model without it '
             "(GPT-OSS) is exact on a CPU, and on cuda with sequences no longer than its window, padded on the right"
         )
 
 
-# The integers that a softmax adds up hold so many.
+# The integer sum of a softmax has room for this many columns.
 MOST_COLUMNS = 1 << 20
 
 
 def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
-    """``aten._softmax`` and ``aten._log_softmax``, of contiguous rows, so strides change no bit."""
+    """``aten._softmax`` and ``aten._log_softmax`` of contiguous rows, so that strides change no bit."""
     is_log = func is aten._log_softmax.default
     if x.is_cuda and x.dim() > 2 and dim % x.dim() == x.dim() - 1 and not is_log:
         refuse_masked_beginning(x)
@@ -200,10 +200,10 @@ def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
 
 
 def _sum(func: Any, x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """``aten.sum`` and ``aten.mean`` over the last dimension, or over some that leave one before it.
+    """``aten.sum`` and ``aten.mean`` over the last dimension, or over dimensions that do not include all earlier ones.
 
-    Any other is over the batch, and no concern of a row. So a sum of ``[experts, tokens, width]`` over the experts is
-    about tokens, and one over experts and tokens is not.
+    Any other sum is over the batch, not per row. So a sum of ``[experts, tokens, width]`` over the experts is per
+    token, but a sum over experts and tokens is not.
     """
     dims, last = sorted(axis % x.dim() for axis in dim or ()) if x.dim() else [], x.dim() - 1
     is_over_rows = bool(dims) and (dims == [last] or not {*range(last)} <= {*dims})
@@ -221,7 +221,7 @@ def _logsumexp(func: Any, x: Tensor, dim: list[int], keepdim: bool = False) -> A
     elementwise = cpu_rows.elementwise if x.is_cpu else lambda function, y: function(y)
     wide = x if x.dtype == torch.float64 else x.float()
     highest = wide.amax(dim, keepdim=True)
-    # Of an infinity no difference may be taken.
+    # Avoid the difference of two infinities.
     origin = torch.where(highest.isfinite(), highest, 0.0)
     total = _sum(aten.sum.dim_IntList, elementwise(aten.exp.default, wide - origin), dim, True)
     result = elementwise(aten.log.default, total) + origin
@@ -242,19 +242,19 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
 }
 
 
-# --- which of torch's operators are computed elementwise, which are let through, and which are refused
+# --- the treatment of torch's operators: elementwise, passed or refused
 
 Kind = Literal["override", "composite", "passes", "exact", "elementwise", "refused"]
 
 _FAMILIES = {"aten", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "quantized", "_quantized", "sparse"}
-"""Namespaces of torch's own. What others bring (a custom kernel) runs as it is."""
+"""torch's own namespaces. Operators of other libraries (custom kernels) run unchanged."""
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# IEEE 754 says what they return, or they only choose among their operands.
+# IEEE 754 defines their results, or they only select one of their operands.
 _EXACT = _names("""
     abs add bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip copysign div eq floor
     fmax fmin frac ge gt hardtanh isfinite isinf isnan isneginf isposinf le leaky_relu logical_and logical_not
@@ -264,8 +264,8 @@ _EXACT = _names("""
 
 _WITH_FACTOR = frozenset({aten.sub.Scalar, aten.rsub.Scalar, aten.add.Scalar, aten.add_.Scalar, aten.sub_.Scalar})
 
-# What moves, chooses, counts or draws numbers; what normalises a row by itself on every device; and what is about the
-# batch by its meaning: losses, sums over a batch. What models of transformers, Megatron-Core and SGLang call.
+# Operators that move, select, count or sample values; that normalise each row separately on every device; or that are
+# over the batch by definition (losses, sums over a batch). From models of transformers, Megatron-Core and SGLang.
 _PASSING = _names("""
     _assert_async _chunk_cat _copy_from _functional_assert_async _is_all_true _is_any_true _local_scalar_dense
     _pin_memory _to_copy _unique2 _unsafe_index _unsafe_view all amax amin aminmax any argmax argmin bernoulli bincount
@@ -280,7 +280,7 @@ _PASSING = _names("""
 
 @cache
 def kind_of(func: Any) -> Kind:
-    """Return the treatment of an operator that gets floating-point values."""
+    """Return the treatment of an operator with floating-point inputs."""
     if isinstance(func, torch._ops.HigherOrderOperator):
         return "refused"
     if _override_of(func) is not None:
@@ -292,7 +292,7 @@ def kind_of(func: Any) -> Kind:
     if func.namespace not in _FAMILIES or torch.Tag.inplace_view in func.tags or _returns_nothing_new(func):
         return "passes"
     name, form = func.overloadpacket.__name__.removesuffix("_"), func._overloadname
-    # Gradients are ordinary ones. Means and sums over everything are over the batch.
+    # Gradients are not batch-invariant. Full means and sums are over the batch.
     if name.endswith(("_backward", "_backward_data")) or f"{name}.{form}" in ("mean.default", "sum.default"):
         return "passes"
     if name in _PASSING:
@@ -304,6 +304,6 @@ def kind_of(func: Any) -> Kind:
 
 
 def _returns_nothing_new(func: Any) -> bool:
-    """No tensor, or views of what it gets."""
+    """True if it returns no tensor, or only views of its inputs."""
     returned = [x for x in func._schema.returns if "Tensor" in str(x.type)]
     return all(x.alias_info is not None and not x.alias_info.is_write for x in returned)

@@ -23,18 +23,18 @@ class Packing(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Neighbouring queries of a sequence that see the same first key, with the keys from there on.
+    """Consecutive queries of a sequence with the same first visible key, and the keys starting there.
 
-    Key blocks start at that key. So a query meets the same blocks in a packed batch, beside padding, and after a cache
-    has dropped the keys that its window has left.
+    Key blocks start at this key. So a query has the same blocks in a packed batch, with padding, and after a cache has
+    dropped the keys outside of its window.
 
     Attributes:
-        cu_seqlens_q: ``[R + 1]`` int32, where each run's queries start, and the end of the last.
-        key_start_R: int32, its first key among all.
-        key_end_R: int32, the end of its keys; where ``is_causal``, its last query sees the last of them.
+        cu_seqlens_q: ``[R + 1]`` int32, the start of each run's queries, and the end of the last run.
+        key_start_R: int32, the index of its first key among all keys.
+        key_end_R: int32, the end of its keys; if ``is_causal``, its last query sees the last of them.
         sequence_R: int64, its sequence.
-        row_R: int64, its first query among those of its sequence.
-        origin_R: int64, its first key among those of its sequence.
+        row_R: int64, the index of its first query in its sequence.
+        origin_R: int64, the index of its first key in its sequence.
     """
 
     cu_seqlens_q: Tensor
@@ -46,7 +46,7 @@ class Runs(NamedTuple):
 
 
 def split_runs(packing: Packing) -> Runs:
-    """The runs of queries that see the same first key; without a mask every sequence is one."""
+    """The runs of queries with the same first visible key; without a mask every sequence is one run."""
     cu_seqlens_q, cu_seqlens_k, _, _, _, is_causal, mask, _ = packing
     starts_S, ends_S = cu_seqlens_k[:-1], cu_seqlens_k[1:]
     sequence_S = torch.arange(len(starts_S), device=starts_S.device)
@@ -81,7 +81,7 @@ def split_runs(packing: Packing) -> Runs:
 
 
 def seen_keys(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """``[S, max_seqlen_q]``: the first key that any head of a query may attend to, and the end of its keys; or 0, 0."""
+    """``[S, max_seqlen_q]``: the first key that any head of a query may attend to, and the end; 0, 0 if none."""
     any_head = mask.any(1).to(torch.uint8)
     first, num_after_last = any_head.argmax(-1), any_head.flip(-1).argmax(-1)
     sees = any_head.amax(-1).bool()

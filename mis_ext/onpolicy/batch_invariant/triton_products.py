@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products and sums of rows on CUDA, in which a row depends on the same row of the left matrix and on the right one.
+"""Matmuls and sums of rows on CUDA. A row depends only on the same row of the left matrix, and on the right matrix.
 
-A library chooses tiles by the number of rows, and splits a long K over several programs that add up in any order. Both
-change the last bits of a row with its batch. Here one program adds up all of K for its tile, from left to right, in
-blocks that change no bit: of a depth that follows from the dtype, or of more steps of one instruction. So a row meets
-the same sums in any batch, and a row of a mixture's expert, by the same tiles and loop, those of a product of its own.
-Rows that have one destination are added in the order in which they lie, where torch adds them by atomic operations, in
-the order in which they happen to come, so that two runs differ.
+A library chooses tiles by the number of rows, and splits a long K over several programs that add in any order. Both
+make the last bits of a row depend on its batch. Here one program sums all of K for its tile, from left to right. The
+block depth follows from the dtype, or adds more steps of the same instruction, which changes no bit. So the sums of a
+row are the same in any batch. A row of an MoE expert uses the same tiles and loop, so it equals a separate matmul. Rows
+with the same destination are added in their order in memory. torch adds them by atomic operations in random order, so
+that two runs differ.
 """
 
 from functools import cache
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from mis_ext.scoring.launch import IS_HIP, Launcher, launching_on
 
-# Three products of TF32 for one of float32, as exact as float32's own and several times as fast: Ootomo and Yokota,
+# Three TF32 matmuls replace a float32 matmul, with the same accuracy and several times the speed: Ootomo and Yokota,
 # "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance", arXiv
 # 2203.03341.
 FLOAT32_PRODUCTS = "ieee" if IS_HIP else "tf32x3"
 
 
-# A number of groups, of which more make another kernel.
+# The smallest compiled number of groups; more groups need another kernel.
 _LEAST_GROUPS = 32
 
 
@@ -55,19 +55,19 @@ def matmul_kernel(
 ):
     """One tile of ``out``, contiguous: sums over K in float32, rounded once to the dtype of ``out``.
 
-    ``out [B, M, N]`` has a product of each batch. With ``GROUPS`` ``out [M, N]`` has the rows that end at ``ends[g]``
-    times ``b[g]``. No tile has rows of two groups. Which rows share a tile depends on the other tokens of the batch,
-    but changes no bit. There are programs to spare, as many as any way to share out the rows needs, because the host
-    would have to wait for the real number.
+    ``out [B, M, N]`` has one product per batch. With ``GROUPS``, ``out [M, N]`` has the rows that end at ``ends[g]``
+    times ``b[g]``. No tile has rows of two groups. The rows that share a tile depend on the other tokens of the batch,
+    but this changes no bit. The number of programs is an upper bound for any split of the rows, because the CPU would
+    have to wait for the exact number.
 
-    The order of a sum is that of the blocks, and within a block that of the matrix instruction. It adds up each element
-    by itself, so other rows of the tile, or none, change nothing. Strides are arguments: a transposed factor is read as
-    it lies, and gives the bits of its copy.
+    The order of a sum is the order of the blocks, and within a block that of the matrix instruction. The instruction
+    sums each element separately, so other rows of the tile do not matter. Strides are arguments: a transposed factor is
+    read in place, and gives the same bits as its copy.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     if GROUPS:
         tile = tl.program_id(0) // tiles_n
-        # Every program finds its group by itself: the tiles of all groups, counted from the first one on.
+        # Every program finds its own group by counting the tiles of all groups.
         groups = tl.arange(0, GROUPS)
         is_group = groups < num_groups
         end = tl.minimum(tl.load(ends + groups, mask=is_group, other=0), M)
@@ -85,7 +85,7 @@ def matmul_kernel(
         tiles_m = tl.cdiv(M, BLOCK_M)
         batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
         tile = tl.program_id(0) % (tiles_m * tiles_n)
-        # Neighbours in time share rows of a and columns of b in the cache. Which program has which tile changes no bit.
+        # Consecutive programs share rows of a and columns of b in the cache. The assignment of tiles changes no bit.
         group = tile // (GROUP_M * tiles_n)
         group_height = min(tiles_m - group * GROUP_M, GROUP_M)
         tile_in_group = tile % (GROUP_M * tiles_n)
@@ -103,7 +103,7 @@ def matmul_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         if K_IS_EVEN:
-            # K alone decides which branch is compiled, so no row is computed both ways.
+            # Only K determines the compiled branch, so no row is computed both ways.
             a_values = tl.load(a_tile, mask=is_row, other=0.0)
             b_values = tl.load(b_tile, mask=is_column, other=0.0)
         else:
@@ -127,7 +127,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# By dtype alone: a tile of another depth may give other bits, and so may one of other instructions.
+# Tiles depend only on the dtype: a different depth or different instructions may change bits.
 _HALF = Tile(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=2 if IS_HIP else 3)
 TILES = {
     torch.bfloat16: _HALF,
@@ -135,9 +135,10 @@ TILES = {
     torch.float32: Tile(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=2 if IS_HIP else 3),
 }
 
-# A decode has few rows, and reads all of the right matrix: smaller tiles let more processors read. On Hopper they have
-# the bits of the others: each instruction, of any number of rows, adds up as many products, and K runs in one order. So
-# half dtypes may take deeper blocks too. Not float32, whose three products of a block are added up first. Tests look.
+# A decode has few rows, and reads the whole right matrix: smaller tiles let more processors read. On Hopper they give
+# the same bits: each instruction adds the same number of products for any number of rows, and the order over K is the
+# same. So half dtypes may use deeper blocks too. float32 may not, because the three matmuls of a block are added first.
+# Tests check this.
 _FEW_ROWS = 64
 _LEAST_TILES = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
 _NARROWEST, _WIDEST = 16, 64
@@ -152,7 +153,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def choose_tile(a: Tensor, num_columns: int) -> Tile:
-    """The tile for a product with ``a [..., M, K]``; ``num_columns`` is ``N`` of all batches together."""
+    """The tile for a matmul with ``a [..., M, K]``; ``num_columns``: ``N`` of all batches together."""
     tile, (M, K) = TILES[a.dtype], a.shape[-2:]
     if M > _FEW_ROWS or not _is_hopper(a.device):
         return tile
@@ -169,14 +170,14 @@ def choose_tile(a: Tensor, num_columns: int) -> Tile:
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """``a [M, K] @ b [K, N]``, contiguous; float32 with the accuracy of float32, never of TF32.
 
-    The factors have one dtype, any strides.
+    The factors have the same dtype and any strides.
     """
     return _product(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Batches ``[B, M, N]`` of :func:`mm`, of ``a [B, M, K]`` and ``b [B, K, N]``, with the bits of each on its own."""
-    # A query that sees one key: the share times the value, as where more keys are there and have no share.
+    """Batched :func:`mm` ``[B, M, N]`` of ``a [B, M, K]`` and ``b [B, K, N]``, bitwise equal to separate calls."""
+    # A query with one key: share times value, with the same arithmetic as with further masked keys.
     return _product(a, b, is_outer=a.shape[1:] != (1, 1))
 
 
@@ -184,7 +185,7 @@ def _product(a: Tensor, b: Tensor, *, is_outer: bool = True) -> Tensor:
     num_batches, M, K = a.shape
     N = b.shape[2]
     if K == 1 and is_outer:
-        # One rounding, as anyone expects of an outer product; three products of TF32 would be another last bit.
+        # An outer product rounds once; three TF32 matmuls would change the last bit.
         return (a * b).contiguous()
     tile = choose_tile(a, num_batches * N)
     out = torch.empty(num_batches, M, N, dtype=a.dtype, device=a.device)
@@ -195,16 +196,16 @@ def _product(a: Tensor, b: Tensor, *, is_outer: bool = True) -> Tensor:
 def grouped_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """``[M, N]``: rows ``ends[g - 1]`` to ``ends[g]`` of ``a [M, K]`` times ``b[g]``; zeros after the last group.
 
-    ``b`` is ``[G, K, N]``, ``ends`` ``[G]`` int32 and not decreasing; factors have one dtype, any strides.
+    ``b`` is ``[G, K, N]``, ``ends`` ``[G]`` int32 and not decreasing; factors have the same dtype and any strides.
     """
     tile, out = TILES[a.dtype], torch.zeros(a.shape[0], b.shape[2], dtype=a.dtype, device=a.device)
-    # Each group has at most one tile that is not full.
+    # Each group has at most one partial tile.
     _launch_tiles(tile, len(a) // tile.BLOCK_M + min(len(b), len(a)), a[None], b, out, ends.contiguous())
     return out
 
 
 def _launch_tiles(tile: Tile, num_tiles: int, a: Tensor, b: Tensor, out: Tensor, ends: Tensor | None = None) -> None:
-    """Compute all of ``out`` by ``num_tiles`` tiles down."""
+    """Compute ``out`` with ``num_tiles`` tiles over its rows."""
     (M, K), (num_groups, _, N), (*blocks, num_warps, num_stages) = a.shape[1:], b.shape, tile
     num_programs = num_tiles * -(-N // tile.BLOCK_N)
     if num_programs == 0:
@@ -238,11 +239,11 @@ def accumulate_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Adds to ``out [D, E]``: the first of the sorted ``destinations [N]`` that are equal adds up all of them.
+    """Add to ``out [D, E]``: the first of equal sorted ``destinations [N]`` sums all of their rows.
 
-    ``order [N]`` says where the rows lie in ``source``; it comes from a stable sort, so equal destinations keep their
-    order. One lane carries a sum from the value in ``out`` through all its rows, in float32, and rounds once. So a
-    sum depends on its own rows alone, not on how many other rows there are, or on where its own lie between them.
+    ``order [N]``: indices of the rows in ``source``, from a stable sort, so equal destinations keep their order. One
+    lane accumulates a sum from the value in ``out`` over all its rows, in float32, and rounds once. So a sum depends
+    only on its own rows, not on the number or position of other rows.
     """
     tiles_e = tl.cdiv(E, BLOCK_E)
     position = (tl.program_id(0) // tiles_e) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -254,12 +255,12 @@ def accumulate_kernel(
     into = out + destination[:, None] * out_stride + columns
     total = tl.load(into, mask=is_written, other=0.0).to(tl.float32)
     is_running = is_first
-    # As many rounds as the longest sum of the tile has rows: the host need not know it.
+    # The number of rounds is that of the longest sum of the tile; the CPU does not need it.
     while tl.max(is_running.to(tl.int32)) > 0:
         row = tl.load(order + position, mask=is_running, other=0)
         is_added = is_running[:, None] & (columns < E)
         values = source + row[:, None] * source_row_stride + columns * source_column_stride
-        # A sum that is complete stays as it is, also -0.
+        # A complete sum does not change, also -0.
         total = tl.where(is_added, total + tl.load(values, mask=is_added, other=0.0).to(tl.float32), total)
         position += 1
         following = tl.load(destinations + position, mask=is_running & (position < N), other=-1)
@@ -271,10 +272,10 @@ _MOST_COLUMNS = 512
 
 
 def add_rows_(out: Tensor, index: Tensor, source: Tensor) -> None:
-    """Add each row of ``source [N, E]`` to the row of ``out [D, E]`` that ``index [N]`` names, in the order of rows.
+    """Add each row of ``source [N, E]`` to the row ``index [N]`` of ``out [D, E]``, in the order of ``source``.
 
-    Sums are float32 from the value in ``out`` on, and rounded once. The index, int64 in [0, D), is not checked: the
-    host would wait. ``out`` is contiguous, and changed in place.
+    Sums start with the value in ``out``, are float32, and are rounded once. The index, int64 in [0, D), is not checked,
+    because the CPU would wait. ``out`` is contiguous, and changed in place.
     """
     num_rows, num_columns = source.shape
     if source.numel() == 0:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax, mean, sum and RMSNorm on CUDA, each row in one fixed order: a program per row, in blocks from left to right.
+"""Softmax, mean, sum and RMSNorm on CUDA with a fixed order per row: one program per row, in blocks from left to right.
 
-Each lane of a block adds up its own column of the blocks, and the lanes are added up last. What is added in which order
-so depends on the width of a row alone. For the same reason nothing but softmax, whose sum is one of integers, is
-specialised for alignment, which changes how lanes are spread over threads.
+Each lane of a block sums its own column of the blocks, and the lanes are summed last. So the order of additions depends
+only on the width of a row. For the same reason only softmax, whose sum is over integers, is specialised for alignment,
+which changes the assignment of lanes to threads.
 
 float32, bfloat16 and float16; sums and exponentials are float32 within a row.
 """
 
-# Annotations are no strings here: kernel() looks for those of compile-time arguments.
+# Annotations must not be strings here, because kernel() searches for those of compile-time arguments.
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from mis_ext.onpolicy.batch_invariant import cpu
 from mis_ext.scoring.launch import Launcher, kernel, launching_on
 
-# Of a share of a softmax: 2**20 of them fit into 63 bits.
+# Scale of a share of a softmax: 2**20 shares fit into 63 bits.
 SHARE = tl.constexpr(2.0**42)
 
 
@@ -27,8 +27,8 @@ SHARE = tl.constexpr(2.0**42)
 def softmax_kernel(x, out, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexpr):
     """Softmax of contiguous rows ``[R, num_columns]``, or its logarithm; columns at minus infinity change no bit.
 
-    The shares are added up as integers, in which no order matters, and so no width of a block. Sums of floats would not
-    do: masked keys before or between the others, as padding on the left or an attention sink has them, move a share to
+    The shares are added as integers, so neither the order nor the width of a block matters. Sums of floats would depend
+    on them: masked keys before or between other keys, as with padding on the left or an attention sink, move a share to
     another lane.
     """
     first = tl.program_id(0).to(tl.int64) * num_columns
@@ -37,14 +37,14 @@ def softmax_kernel(x, out, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexp
         column = start + tl.arange(0, BLOCK)
         value = tl.load(x + first + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
         highest = tl.maximum(highest, value, propagate_nan=tl.PropagateNan.ALL)
-    # The sum, an integer, is never NaN. A row with a NaN ends as one with an infinity does.
+    # The integer sum is never NaN. A row with a NaN is treated like a row with an infinity.
     row_highest = tl.max(tl.where(highest != highest, float("inf"), highest), 0)
     is_finite = tl.abs(row_highest) < float("inf")
     origin = tl.where(is_finite, row_highest, 0.0)
     total = tl.zeros([BLOCK], tl.int64)
     last = (num_columns - 1) // BLOCK * BLOCK
     for start in range(0, num_columns, BLOCK):
-        # Backward: what was read last is still in the cache.
+        # Backward, because the last values are still in the cache.
         column = last - start + tl.arange(0, BLOCK)
         value = tl.load(x + first + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
         total += (tl.exp(value - origin) * SHARE).to(tl.int64)
@@ -63,7 +63,7 @@ def softmax_kernel(x, out, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexp
 def sum_kernel(x, out, num_columns, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr):
     """Sum, or mean, of contiguous rows ``[R, num_columns]``: ``out [R]``, rounded once.
 
-    A row is never shared by two programs, however long it is and however few rows there are.
+    A row is never split between two programs, for any length and number of rows.
     """
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
@@ -72,16 +72,16 @@ def sum_kernel(x, out, num_columns, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr):
         total += tl.load(x + row * num_columns + column, mask=column < num_columns, other=0.0).to(tl.float32)
     result = tl.sum(total, 0)
     if IS_MEAN:
-        # Triton's own division need not be the rounded quotient.
+        # Triton's own division may not be correctly rounded.
         result = tl.math.div_rn(result, num_columns.to(tl.float32))
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
 @kernel
 def rms_norm_kernel(x, weight, out, eps, num_columns, BLOCK: tl.constexpr):
-    """Contiguous rows over their root mean square, rounded to the dtype of ``x``, then times the weight.
+    """Divide contiguous rows by their root mean square, round to the dtype of ``x``, then multiply by the weight.
 
-    Engines round at different places. This is the order of Llama and Qwen in transformers.
+    Engines round at different steps. This is the order of Llama and Qwen in transformers.
     """
     first = tl.program_id(0).to(tl.int64) * num_columns
     squares = tl.zeros([BLOCK], tl.float32)
@@ -102,7 +102,7 @@ def rms_norm_kernel(x, weight, out, eps, num_columns, BLOCK: tl.constexpr):
 BLOCK = 2048
 _NARROWEST = 128
 
-# The width of its blocks changes no bit. 32 warps have more bytes of such a row on their way at a time.
+# The width of its blocks changes no bit. 32 warps load more bytes of a wide row at a time.
 _softmax = Launcher(softmax_kernel)
 _WIDE_BYTES, _WIDE_BLOCK = 1 << 16, 16_384
 
@@ -119,7 +119,7 @@ def softmax(rows: Tensor, dtype: torch.dtype, *, is_log: bool) -> Tensor:
 
 
 def sum(rows: Tensor, *, is_mean: bool) -> Tensor:
-    """Sum, or mean, of contiguous rows ``[..., E]``, rounded once from a sum in float32; one program adds up a row."""
+    """Sum, or mean, of contiguous rows ``[..., E]``, rounded once from a float32 sum; one program per row."""
     out = torch.empty(rows.shape[:-1], dtype=rows.dtype, device=rows.device)
     _launch(_sum, (rows, out), (), IS_MEAN=is_mean)
     return out
@@ -128,7 +128,7 @@ def sum(rows: Tensor, *, is_mean: bool) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """:func:`.devices.rms_norm`, differentiable: the quotient is float32, rounded to the dtype of ``x``.
 
-    It is multiplied in the wider of the two dtypes, which is that of the result.
+    It is multiplied in the wider of the two dtypes, which is the dtype of the result.
     """
     normed: Tensor = _RMSNorm.apply(x, weight, float(eps))  # type: ignore[no-untyped-call]
     return normed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two recordings of the same tokens: the first module and position at which they differ, and the module to blame."""
+"""Comparison of two recordings of the same tokens: the first different module and position, and the culprit module."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ class ModuleDifference:
     """One output of one module, compared bit for bit.
 
     Attributes:
-        name: The module in a, with the label of the output where it has several; ``(model)`` for the model itself.
+        name: The module in a, with the label of the output if it has several; ``(model)`` for the model itself.
         other: The same in b.
-        order: Rank of the output in a's order of execution.
-        num_rows: Rows compared.
-        num_differing: Rows of them with any differing bit.
-        max_abs: Largest absolute difference; NaN where a number stands against a NaN.
-        max_ulp: Largest distance in units in the last place, NaNs left aside.
-        num_nan: Elements that are NaN on either side. The same NaN on both is no difference, but no number either: it
-            makes the verdict INVALID, as in :func:`mis_ext.onpolicy.audit_logprobs`.
+        order: Index of the output in a's order of execution.
+        num_rows: Number of compared rows.
+        num_differing: Number of rows with a different bit.
+        max_abs: Largest absolute difference; NaN if only one side is NaN.
+        max_ulp: Largest distance in units in the last place, without NaNs.
+        num_nan: Elements that are NaN on either side. The same NaN on both sides is not a difference, but makes the
+            verdict INVALID, as in :func:`mis_ext.onpolicy.audit_logprobs`.
         first: The first differing row, by sequence, then position.
-        inputs_equal: Whether every input of the module is equal up to the first differing row, in its sequence; where
-            no row differs, in all rows. None where none differs, but not all were compared, or that row of one is
+        inputs_equal: Whether every input of the module is equal up to the first differing row, in its sequence; or in
+            all rows if no row differs. None if no input differs, but not all were compared, or this row of an input is
             missing.
-        compared_inputs: Labels, in a, of the inputs that were compared.
-        uncompared_inputs: Labels of the inputs that only one side has by token, or that are not by token.
-        culprit_row: The first row that differs although the inputs that were compared are equal up to it; None where
-            there is none, and where a module inside this one has such a row.
+        compared_inputs: Labels, in a, of the compared inputs.
+        uncompared_inputs: Labels of inputs that only one side has per token, or that are not per token.
+        culprit_row: The first row that differs although the compared inputs are equal up to it; None if there is none,
+            or if an inner module has one.
     """
 
     name: str
@@ -67,25 +67,25 @@ class ModuleDifference:
 
     @property
     def is_culprit(self) -> bool:
-        """True if the difference, or one of them, arises in this module."""
+        """True if a difference arises in this module."""
         return self.culprit_row is not None
 
     def __str__(self) -> str:
         return f"{self.name}: equal" if self.first is None else self._at(self.first)
 
     def blame(self) -> str:
-        """The first row whose inputs are equal and whose output differs, as a sentence; else the first that differs."""
+        """The first row with equal inputs and a different output, as a sentence; else the first different row."""
         return str(self) if self.culprit_row is None else self._at(self.culprit_row)
 
     def inputs_besides(self) -> str:
-        """The inputs that are left out where those that were compared are equal, as the end of a sentence."""
+        """The inputs that were not compared, as the end of a sentence about equal inputs."""
         return f" but for {', '.join(self.uncompared_inputs)} (not compared)" if self.uncompared_inputs else ""
 
     def _at(self, row: Row) -> str:
         inputs = {True: "inputs equal", False: "inputs differ", None: "inputs unknown"}[self.inputs_equal]
         if row == self.culprit_row:
             inputs = f"inputs equal{self.inputs_besides()}"
-        # Only integers, NaNs and floats of 8 bits differ by no ULP, besides signed zeros.
+        # Only integers, NaNs, 8-bit floats and signed zeros differ by 0 ULP.
         by = f"abs {self.max_abs:.3g}" if not self.max_ulp and self.max_abs else f"{self.max_ulp} ULP"
         return f"{self.name} (sequence {row.sequence}, position {row.position}): {inputs}, output differs, max {by}"
 
@@ -95,9 +95,10 @@ class Comparison:
     """Result of :func:`mis_ext.onpolicy.recording.compare.compare`.
 
     Attributes:
-        modules: Every output that was compared, in a's order of execution.
-        problems: What could not be compared, or was there on one side only, and was not allowed.
-        skipped: Outputs that neither side has by token, such as tables of positions: not compared, and no problem.
+        modules: Every compared output, in a's order of execution.
+        problems: Outputs that could not be compared, or exist on only one side, and were not allowed.
+        skipped: Outputs that neither side has per token, such as tables of positions. They are not compared, and not a
+            problem.
     """
 
     modules: tuple[ModuleDifference, ...]
@@ -106,7 +107,7 @@ class Comparison:
 
     @property
     def first_divergent(self) -> ModuleDifference | None:
-        """The first module in a's order of execution whose output differs; its ``first`` is the position."""
+        """The first module with a different output, in a's order of execution; its ``first`` is the position."""
         return next((module for module in self.modules if module.num_differing), None)
 
     @property
@@ -126,7 +127,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """EXACT: all there, numbers, and all bits equal; DIFFERENT: some bit differs; INVALID: neither can be said."""
+        """EXACT: complete, without NaN, and all bits equal. DIFFERENT: some bit differs. INVALID: undecided."""
         if self.first_divergent is not None:
             return "DIFFERENT"
         return "INVALID" if self.problems or not self.num_rows or self.num_nan else "EXACT"
@@ -165,28 +166,28 @@ def compare(
     names: NameMap | Mapping[str, str | Parts] | None = None,
     allow: Sequence[str] = (),
 ) -> Comparison:
-    """Compare two recordings of the same tokens bit for bit.
+    """Compare two recordings of the same tokens bitwise.
 
-    Outputs of a pair of modules are paired by label, and the first with the first: a tensor, a tuple and a named result
-    can stand for each other; so are inputs, with limits
-    (:class:`mis_ext.onpolicy.recording.differences.InputDifference`). Equal inputs mean equal in the same sequence
-    up to and including the row, which is all that a causal model may look at. An input that only one side has, as
-    engines hand tables of positions or a residual to other modules, is not compared, nor is one that is not by token,
-    such as a cache or a mask: the inputs are not called equal then, but the module can still be a culprit by those that
-    were compared, and the message names the others.
+    Outputs of a pair of modules are paired by label, and otherwise the first with the first, so that a tensor, a tuple
+    and a named result can be compared. Inputs are paired in the same way, with limits
+    (:class:`mis_ext.onpolicy.recording.differences.InputDifference`). Inputs count as equal if they are equal in the
+    same sequence up to and including the row, which is all that a causal model may read. Some inputs are not compared:
+    those of only one side (engines pass tables of positions or a residual to different modules), and those that are not
+    per token, such as a cache or a mask. Then the inputs are not called equal, but the module can still be a culprit by
+    its compared inputs, and the message names the other inputs.
 
     Args:
-        a: One recording; its order of execution counts.
-        b: The other.
-        names: From a's module names to b's.
-        allow: Shell patterns of modules (by either name) that may be missing on one side, or have other rows, another
-            dtype, or rows of another size there. Values that both have must still be equal.
+        a: One recording; its order of execution is used.
+        b: The other recording.
+        names: Maps a's module names to b's.
+        allow: Shell patterns of modules (by either name) that may be missing on one side, or have different rows,
+            dtypes, or row sizes. Values on both sides must still be equal.
     """
     for side, recording in (("a", a), ("b", b)):
         check_instance(side, recording, Recording)
     names = names if isinstance(names, NameMap) else NameMap(names or {})
     findings = _Findings(allow)
-    # By the name without the number of the call.
+    # Keyed by the name without the number of the call.
     compared: list[tuple[str, ModuleDifference]] = []
     for pair in _pairs(a, b, names, findings):
         difference = _compare_pair(pair, a, b, findings)
@@ -196,7 +197,7 @@ def compare(
     modules = []
     for base, module in compared:
         has_inner = any(inner != base and (not base or inner.startswith(f"{base}.")) for inner in culprits)
-        # A culprit inside of it is to blame.
+        # The inner culprit is the cause.
         modules.append(replace(module, culprit_row=None) if has_inner else module)
     return Comparison(
         modules=tuple(sorted(modules, key=lambda module: module.order)),
@@ -228,7 +229,7 @@ class _Pair(NamedTuple):
 
 
 def _pairs(a: Recording, b: Recording, names: NameMap, findings: _Findings) -> Iterator[_Pair]:
-    """Every output that both have; what only one has is noted."""
+    """Every output of both; outputs of only one side become findings."""
     met: set[str] = set()
     used: set[str | None] = set()
     for module, entries in a.outputs.items():
@@ -248,7 +249,7 @@ def _pairs(a: Recording, b: Recording, names: NameMap, findings: _Findings) -> I
                     findings.add(f"{describe(whole, label)}: missing in {side}", module, name)
     for name in [name for name in b.outputs if name not in met]:
         findings.add(f"{describe(name)}: missing in a{_why(a, name)}", name)
-    # Not excusable: a misspelt name would compare nothing for ever.
+    # Never allowed: a misspelled name would compare nothing.
     unused = [source for source in names.pairs if source not in used]
     findings.problems.extend(f"{source!r} in names pairs no two modules" for source in unused)
 
@@ -302,7 +303,7 @@ def _first(found: RowDifference, index_N: Tensor) -> Row | None:
 
 
 def _paired_labels(a: Mapping[str, PlacedRows], b: Mapping[str, PlacedRows]) -> list[tuple[str, str]]:
-    """Labels in common, and the first with the first where neither is in common."""
+    """Common labels, and the first with the first if neither is common."""
     pairs = [(label, label) for label in a if label in b]
     if a and b and not {next(iter(a)), next(iter(b))} & {label for label, _ in pairs}:
         pairs.insert(0, (next(iter(a)), next(iter(b))))
@@ -336,18 +337,18 @@ _PLACEHOLDER = re.compile(r"\\?\{(\w+)\\?\}")
 
 
 class NameMap:
-    """Module names of model a to those of model b; a name that no pair matches is its own counterpart.
+    """Maps module names of model a to those of model b. A name without a pair maps to itself.
 
     Args:
-        pairs: From a name of a, in which ``{layer}`` (or any word, each once) stands for one dot-free part, to a name
-            of b with the same placeholders; or, where b splits or permutes what a computes in one module, to a function
-            of a's rows ``[N, ...]`` that returns the rows of each module of b, by name. Exact names win over patterns,
-            then the first that matches. The model itself is ``""``. A pair for a later call of a module (``name#1``)
-            wins over one for all its calls.
+        pairs: Maps a name of a, in which ``{layer}`` (or any word, each once) matches one part without a dot, to a name
+            of b with the same placeholders. If b splits or permutes the output of one module of a, it maps to a
+            function of a's rows ``[N, ...]`` that returns the rows of each module of b, by name. Exact names take
+            precedence over patterns, then the first match. The model itself is ``""``. A pair for a later call of a
+            module (``name#1``) takes precedence over a pair for all calls.
 
     Raises:
-        ValueError: A target uses a placeholder that its source does not have, or a source has one twice or one that is
-            no word.
+        ValueError: A target uses a placeholder that its source does not have, or a source has a duplicate or illegal
+            placeholder.
     """
 
     def __init__(self, pairs: Mapping[str, str | Parts]) -> None:
@@ -374,9 +375,9 @@ class NameMap:
     def targets(
         self, module: str, entries: Mapping[str, PlacedRows]
     ) -> tuple[str | None, dict[str, Mapping[str, PlacedRows]]]:
-        """The pair that names a module (None: no pair does), and its outputs by their module in b.
+        """The pair that matches a module (None: no pair), and its outputs by their module in b.
 
-        A later call (``name#1``) has the same call of the counterpart.
+        A later call (``name#1``) maps to the same call of the counterpart.
         """
         base, mark, call = module.partition("#")
         for name, suffix in ((module, ""), (base, mark + call)):
@@ -390,7 +391,7 @@ def _pattern(source: str) -> re.Pattern[str]:
     names = _PLACEHOLDER.findall(source)
     wrong = sorted({name for name in names if names.count(name) > 1 or not name.isidentifier()})
     if wrong:
-        raise ValueError(f"{source!r} in names has placeholders that are there twice or are no words: {wrong}")
+        raise ValueError(f"{source!r} in names has placeholders that are duplicate or not words: {wrong}")
     return re.compile(_PLACEHOLDER.sub(r"(?P<\1>[^.#]+)", re.escape(source)))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two recordings of one module: which of their common rows differ in any bit, by how much, and do its inputs."""
+"""Differences of two recordings of one module: rows that differ in any bit, the size of differences, and inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, as_real, same_bits, ulp_distance
 from mis_ext.onpolicy.recording.rows import PlacedRows
 
-# Elements compared at a time, each of which takes some 50 bytes meanwhile.
+# Elements compared at a time; each needs about 50 bytes.
 _CHUNK = 2**20
 
 
@@ -26,17 +26,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowDifference:
-    """Bitwise comparison of the rows that two entries have in common.
+    """Bitwise comparison of the common rows of two entries.
 
     Attributes:
         sequence_N: The common rows, sorted by sequence, then position.
         position_N: Likewise.
-        differs_N: Where any bit differs.
-        num_only_a: Rows without a counterpart.
+        differs_N: bool, whether any bit differs.
+        num_only_a: Number of rows without a counterpart.
         num_only_b: Likewise.
-        max_abs: Largest absolute difference; NaN where a number stands against a NaN.
-        max_ulp: Largest distance in units in the last place, NaNs left aside; 0 for integers and 8-bit floats.
-        num_nan: Elements that are NaN on either side; the parts of a complex number are elements.
+        max_abs: Largest absolute difference; NaN if only one side is NaN.
+        max_ulp: Largest distance in units in the last place, without NaNs; 0 for integers and 8-bit floats.
+        num_nan: Elements that are NaN on either side; real and imaginary parts count separately.
     """
 
     sequence_N: Tensor
@@ -50,10 +50,10 @@ class RowDifference:
 
 
 def row_difference(a: PlacedRows, b: PlacedRows) -> RowDifference:
-    """Compare common rows bit for bit, flat: they may have other shapes of one size.
+    """Compare common rows bitwise after flattening; their shapes may differ if the size is equal.
 
-    Different dtypes are compared after a conversion to one that holds both exactly; for integers against floating
-    point it is float64, which holds integers up to 2**53.
+    Different dtypes are converted to one that represents both exactly. For integers and floating point it is float64,
+    which represents integers up to 2**53.
     """
     index_a, index_b = _common(a, b)
     size = max(1, _CHUNK // max(1, row_size(a)))
@@ -65,7 +65,7 @@ def row_difference(a: PlacedRows, b: PlacedRows) -> RowDifference:
         differs_N=torch.cat(differs),
         num_only_a=len(a.values) - len(index_a),
         num_only_b=len(b.values) - len(index_b),
-        # Of a tensor, unlike the built-in one, it keeps NaN.
+        # Unlike the built-in max, the tensor's max keeps NaN.
         max_abs=torch.tensor(max_abs, dtype=torch.float64).max().item(),
         max_ulp=max(max_ulp),
         num_nan=sum(num_nan),
@@ -73,14 +73,14 @@ def row_difference(a: PlacedRows, b: PlacedRows) -> RowDifference:
 
 
 def row_size(entry: PlacedRows) -> int:
-    """Number of elements of a token in this tensor."""
+    """Number of elements per token in this tensor."""
     return entry.values.shape[1:].numel()
 
 
 def _compare_rows(rows_a: Tensor, rows_b: Tensor) -> tuple[Tensor, float, int, int]:
-    """Return the rows that differ, the largest difference, the same in ULPs, and the number of NaN elements."""
+    """Return the rows that differ, the largest difference, also in ULPs, and the number of NaN elements."""
     dtype = _common_dtype(rows_a.dtype, rows_b.dtype)
-    # Parts of complex numbers last; sizes written out: -1 is ambiguous without rows.
+    # Real and imaginary parts come last. Sizes are explicit, because -1 is ambiguous without rows.
     rows_a, rows_b = (as_real(rows.to(dtype)) for rows in (rows_a, rows_b))
     rows_a, rows_b = (rows.reshape(len(rows), rows.shape[1:].numel()) for rows in (rows_a, rows_b))
     differs_NE = ~same_bits(rows_a, rows_b)
@@ -103,7 +103,7 @@ def _common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 
 
 def _common(a: PlacedRows, b: PlacedRows) -> tuple[Tensor, Tensor]:
-    """Indices of the rows that both have; both are sorted and without repetitions."""
+    """Indices of the common rows; both inputs are sorted and unique."""
     if not len(a.values) or not len(b.values):
         none = torch.empty(0, dtype=torch.long)
         return none, none
@@ -119,11 +119,11 @@ def _largest(values: Tensor) -> float:
 
 
 class InputDifference:
-    """Bitwise comparison of the inputs by token of one pair of modules.
+    """Bitwise comparison of the per-token inputs of one pair of modules.
 
-    Inputs are paired by label. Of those without a counterpart the first is paired with the first, as parameters have
-    other names in other engines, and one labelled by a number (a positional argument without a name) with the next;
-    in both cases only with one whose rows have the same size.
+    Inputs are paired by label. For inputs without a counterpart, the first is paired with the first, because parameter
+    names differ between engines, and an input with a number as label (a positional argument without a name) with the
+    next one. In both cases the row sizes must be equal.
     """
 
     def __init__(self, a: Mapping[str, PlacedRows], b: Mapping[str, PlacedRows], *, any_dtype: bool) -> None:
@@ -134,7 +134,7 @@ class InputDifference:
         self.differ = any(bool(compared.values.any()) for compared in self._compared)
 
     def up_to(self, sequence_N: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether all inputs have each of N rows, and whether they differ in its sequence up to and including it."""
+        """Whether all inputs have each of N rows, and whether they differ in its sequence up to (and in) the row."""
         is_there_N = torch.full_like(position_N, bool(self.compared), dtype=torch.bool)
         differs_N = torch.zeros_like(is_there_N)
         for compared in self._compared:
@@ -152,7 +152,7 @@ class InputDifference:
 
 
 def _compare_inputs(a: PlacedRows, b: PlacedRows, *, any_dtype: bool) -> PlacedRows:
-    """The common rows of one pair of inputs; their values say whether they differ."""
+    """The common rows of one pair of inputs; ``values``: whether they differ."""
     if row_size(a) != row_size(b):
         return a._replace(values=torch.ones(len(a.values), dtype=torch.bool))
     found = row_difference(a, b)

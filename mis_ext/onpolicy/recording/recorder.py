@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording of what every module of a model is given and returns, through hooks that change nothing."""
+"""Recording of the inputs and outputs of every module of a model, through hooks that change nothing."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ def record(
 ) -> Iterator[Recorder]:
     """Record the inputs and outputs of modules in every forward of ``model`` inside this block, by token.
 
-    No output bit and no gradient changes: what is recorded is detached and copied to the CPU. Only what happens while
-    ``model`` itself is called counts, and nothing in a backward pass, which may recompute activations. Hooks do not see
-    what a compiled or captured graph does, and are left out of what is compiled meanwhile.
+    No output bit and no gradient changes: recorded tensors are detached and copied to the CPU. Only calls inside a call
+    of ``model`` are recorded, and nothing in a backward pass, which may recompute activations. Hooks do not see inside
+    a compiled or captured graph, and are not part of code that is compiled in the block.
 
-    Inputs are labelled by the parameters of the module's ``forward``, however they are passed. Tensors are found in
-    tuples, lists and mappings, and in dataclasses that a module returns. Inputs that are not by token, such as masks,
-    caches and parameters, are only named, and numbers and strings are not recorded.
+    Inputs are labelled by the parameters of the module's ``forward``. Tensors are found in tuples, lists and mappings,
+    and in returned dataclasses. Inputs that are not per token, such as masks, caches and parameters, are only listed.
+    Numbers and strings are not recorded.
 
     Args:
-        model: The module whose call is one forward.
-        modules: Which of its modules to record, as shell patterns over their names (``*`` matches dots too; the
-            model itself is ``""``).
-        exclude: Which of these not to record, likewise: those that get their tokens in an order of their own, such as
-            the experts of a mixture. Where each token has one expert, nothing in the shape tells.
-        rows_of: Gets the model, ``args`` and ``kwargs`` of a forward, in the thread that runs it, and returns the
-            tokens it holds; None leaves that forward out. Without it, set them with :meth:`Recorder.rows`.
+        model: The module; each of its calls is one forward.
+        modules: The modules to record, as shell patterns of their names (``*`` also matches dots; the model itself is
+            ``""``).
+        exclude: Modules to exclude, likewise: those with their own order of tokens, such as MoE experts. With one
+            expert per token, the shape does not show this.
+        rows_of: A function of the model, ``args`` and ``kwargs`` of a forward, called in its thread, that returns the
+            tokens of the forward; None skips it. Without this function, set the tokens with :meth:`Recorder.rows`.
         layout: The order of tokens in tensors whose shape fits both ``[b, s, ...]`` and ``[s, b, ...]``.
 
     Yields:
         The recorder; its :meth:`Recorder.recording` stays available after the block, also after an exception.
 
     Raises:
-        ValueError: A pattern matches no module, a choice is unknown; in a forward: no rows were set, or the layout of
-            a tensor is ambiguous (the message names the module). An error in another thread is raised at the end of
-            the block too, because engines swallow it.
+        ValueError: A pattern matches no module, or a choice is unknown. In a forward: no rows were set, or the layout
+            of a tensor is ambiguous (the message names the module). An error in another thread is also raised at the
+            end of the block, because engines swallow it.
     """
     recorder = Recorder(model, modules, exclude, rows_of=rows_of, layout=layout)
     with recorder._attached():
@@ -69,7 +69,7 @@ def record(
 
 
 class _Forward:
-    """One running call of the model: its tokens, how often each module was called, and its calls that go on."""
+    """One running call of the model: its tokens, the number of calls of each module, and the open calls."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -78,7 +78,7 @@ class _Forward:
 
 
 class Recorder:
-    """Hooks on the modules of a model, and the rows that they collect; :func:`record` makes one."""
+    """Hooks on the modules of a model, and their collected rows. Created by :func:`record`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Recorder:
 
     @contextmanager
     def rows(self, rows: Rows) -> Iterator[None]:
-        """Say which tokens the forwards in this block hold, in whichever thread they run."""
+        """Set the tokens of the forwards in this block, in any thread."""
         previous, self._rows = self._rows, rows
         try:
             yield
@@ -132,7 +132,7 @@ class Recorder:
                 after = self._noting(partial(self._after, name))
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after).remove)
-            # Also when the forward raises: what runs outside of a forward is not recorded.
+            # Also if the forward raises an error: calls outside of a forward are not recorded.
             stack.callback(self._model.register_forward_hook(self._end, always_call=True).remove)
             yield
 
@@ -144,7 +144,7 @@ class Recorder:
             with self._lock:
                 self._builder.begin_forward()
         elif self._rows_of is None:
-            raise ValueError("a forward without rows: wrap it in recorder.rows(...), or give record(rows_of=...)")
+            raise ValueError("a forward without rows: wrap it in recorder.rows(...), or pass rows_of to record()")
 
     def _end(self, *_: Any) -> None:
         self._running.forward = None
@@ -169,7 +169,7 @@ class Recorder:
         if forward is not None:
             call, tensors = forward.open_calls[name].pop(), [*_tensors_in(output, of_dataclasses=True)]
             self._add("outputs", call, tensors, forward)
-            # Functions and None hold nothing that could differ.
+            # Functions and None have no values to compare.
             if not tensors and output is not None and not callable(output):
                 self._skip("outputs", call, "", f"no activations in a {type(output).__name__}")
 
@@ -188,7 +188,8 @@ class Recorder:
 
     def _noting(self, hook: Callable[..., None]) -> Callable[..., None]:
         def noting_hook(*args: Any) -> None:
-            # Traced, it would break the graph, and with it the bits. In a backward pass a forward is a recomputation.
+            # A traced hook would break the graph, and thus change bits. In a backward pass a forward is a
+            # recomputation.
             if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
                 return
             try:
@@ -202,7 +203,7 @@ class Recorder:
 
 
 def _positional_parameters(module: Module) -> list[str]:
-    """The parameters of the forward that can be passed by position; none where it is not Python."""
+    """The parameters of the forward that can be passed by position; none if it is not Python."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -212,7 +213,7 @@ def _positional_parameters(module: Module) -> list[str]:
 
 
 def _tensors_in(value: Any, label: str = "", *, of_dataclasses: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Activations among nested tuples, lists and mappings, with their path; parameters are none."""
+    """Activations in nested tuples, lists and mappings, with their path, without parameters."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
         if not isinstance(value, Parameter):

@@ -29,8 +29,9 @@ _Key = tuple[str, str]
 
 Entries = dict[str, dict[str, PlacedRows]]
 """Tensors by module name and label. A module's later calls in one forward are ``name#1``, ``name#2``, ...; the model
-itself is ``""``. The label is ``""`` for a sole output, else its index or key; an input's begins
-with its parameter."""
+itself is ``""``. The label of a single output is ``""``, else its index or key. The label of an input begins with its
+parameter.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,10 +39,10 @@ class Recording:
     """The outputs of a model, by module and token.
 
     Attributes:
-        outputs: In the order of execution: of the first forward that has them, and what first appears in a later one
-            comes after what ran before it there.
+        outputs: In the order of execution of the first forward that has them. An output that first appears in a later
+            forward follows the output that ran before it there.
         inputs: Likewise.
-        skipped: Inputs and outputs that were seen and not recorded, with the reason, such as masks and caches.
+        skipped: Inputs and outputs that were not recorded, with the reason, such as masks and caches.
     """
 
     outputs: Entries
@@ -58,10 +59,10 @@ class Recording:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:
-        """Read what :meth:`save` wrote.
+        """Read a file of :meth:`save`.
 
         Raises:
-            ValueError: The file is no recording.
+            ValueError: The file is not a recording.
         """
         content = load_tensors(path)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -69,13 +70,13 @@ class Recording:
         try:
             outputs, inputs = (_entries(content[kind]) for kind in ("outputs", "inputs"))
             return cls(outputs=outputs, inputs=inputs, skipped=dict(content["skipped"]))
-        # What a changed byte of a file can make of names and kinds of values.
+        # Errors that a changed byte in the file can cause.
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)} is a damaged recording: {type(error).__name__}: {error}") from None
 
 
 class RecordingBuilder:
-    """Collects rows, forward by forward; the same row may come again."""
+    """Collects rows of one forward after another; a row may be repeated."""
 
     def __init__(self) -> None:
         self._pieces: dict[Kind, dict[_Key, list[PlacedRows]]] = {"outputs": {}, "inputs": {}}
@@ -84,11 +85,11 @@ class RecordingBuilder:
         self._skipped: dict[str, str] = {}
 
     def begin_forward(self) -> None:
-        """Say that a forward begins, so that what is added next comes first in the order of execution."""
+        """Begin a forward, so that the next tensor comes first in the order of execution."""
         self._last = {}
 
     def add(self, kind: Kind, module: str, label: str, placed: PlacedRows) -> None:
-        """Keep the rows of one tensor of one forward."""
+        """Store the rows of one tensor of one forward."""
         key, order = (module, label), self._order[kind]
         if key not in self._pieces[kind]:
             self._pieces[kind][key] = []
@@ -98,11 +99,11 @@ class RecordingBuilder:
         self._last[kind] = key
 
     def skip(self, kind: Kind, module: str, label: str, reason: str) -> None:
-        """Note an input or output that cannot be split by tokens, and why."""
+        """Note an input or output that cannot be split by tokens, with the reason."""
         self._skipped[f"{describe(module, label)} {kind}"] = reason
 
     def build(self) -> Recording:
-        """The recording of everything added so far; of one row several equal values are one."""
+        """The recording of all added rows; equal repetitions of a row are merged."""
         skipped = dict(self._skipped)
         built: dict[Kind, Entries] = {"outputs": {}, "inputs": {}}
         for kind, keys in self._order.items():
@@ -112,19 +113,19 @@ class RecordingBuilder:
                     skipped[where] = "the size of a row changes between forwards"
                     continue
                 merged = _merge(pieces, where)
-                # Not both: large recordings fill the memory.
+                # Keep only the merged rows, because large recordings fill the memory.
                 self._pieces[kind][key] = [merged]
                 built[kind].setdefault(key[0], {})[key[1]] = merged._replace(order=order)
         return Recording(outputs=built["outputs"], inputs=built["inputs"], skipped=skipped)
 
 
 def load_tensors(path: str | os.PathLike[str]) -> Any:
-    """Load a file of ``torch.save`` to the CPU; tensors and plain values only."""
+    """Load a file of ``torch.save`` to the CPU; only tensors and plain values."""
     try:
         return torch.load(regular_file(path), map_location="cpu", weights_only=True)
     except OSError:
         raise
-    # On bytes that are no pickle the unpickler fails in any way it likes; what torch advises then is of no use here.
+    # On bytes that are not a pickle, the unpickler can raise any error, and torch's advice does not help here.
     except Exception as error:
         reason = (str(error).splitlines() or ["it ends early"])[0]
         raise ValueError(f"{os.fspath(path)} is not a file of tensors: {reason}") from error
@@ -136,18 +137,18 @@ def _entries(plain: dict[str, dict[str, dict[str, Any]]]) -> Entries:
         entries[module] = {label: PlacedRows(order=fields.pop("order"), **fields) for label, fields in labels.items()}
         for placed in entries[module].values():
             if not placed.sequence_N.shape == placed.position_N.shape == placed.values.shape[:1]:
-                raise ValueError("a tensor has not one place for each row")
+                raise ValueError("a tensor does not have one place for each row")
     return entries
 
 
 def describe(module: str, label: str = "") -> str:
-    """A tensor's name in messages: its module, and its label in brackets where it has one."""
+    """A tensor's name in messages: its module, and its label in brackets if it has one."""
     name = module or "(model)"
     return f"{name}[{label}]" if label else name
 
 
 def _merge(pieces: list[PlacedRows], where: str) -> PlacedRows:
-    """One piece, sorted and without repetitions; a single piece that is so is returned as it is."""
+    """One sorted piece without repetitions; a single piece that is already sorted is returned unchanged."""
     dtypes = {piece.values.dtype for piece in pieces}
     if len(dtypes) > 1:
         raise ValueError(f"{where}: the dtype changes between forwards: {sorted(map(str, dtypes))}")
@@ -186,7 +187,7 @@ def _cat(pieces: list[PlacedRows]) -> PlacedRows:
 _FILE = re.compile(r"step=(?P<step>\d+)___rank=0___dump_index=(?P<index>\d+)___name=(?P<name>.+)\.pt")
 _PREFIX = "non_intrusive__"
 _TOKENS = ("positions", "seq_lens", "rids")
-# The last "output" or "inputs.N" is the dumper's: modules can be called that too.
+# The last "output" or "inputs.N" is from the dumper, because modules can have these names too.
 _MODULE_TENSOR = re.compile(r"(?:(?P<module>.+)\.)?(?:inputs\.(?P<argument>[^.]+)|output)(?:\.(?P<key>.+))?")
 
 
@@ -197,7 +198,7 @@ class _Dump(NamedTuple):
     def load(self) -> dict[str, Any]:
         content = load_tensors(self.path)
         if not isinstance(content, dict) or "value" not in content or not isinstance(content.get("meta"), dict):
-            raise ValueError(f"{self.path} is no dump: it must hold a dict with 'value' and 'meta'")
+            raise ValueError(f"{self.path} is not a dump: it must be a dict with 'value' and 'meta'")
         return content
 
 
@@ -206,24 +207,24 @@ def read_sglang_dumps(
     *,
     requests: Sequence[str] | None = None,
 ) -> Recording:
-    """The activations of rank 0 in a directory of dumps, by module and token.
+    """Read the activations of rank 0 from a directory of dumps, by module and token.
 
     ``DUMPER_ENABLE=1 DUMPER_NON_INTRUSIVE_MODE=all`` dumps every module's inputs and outputs and, in each step (one
-    forward), three names that say which tokens it holds: their ``positions [T]``, the lengths of the requests up to and
+    forward), three names that define its tokens: their ``positions [T]``, the lengths of the requests up to and
     including this step, ``seq_lens [S]``, and their ids, ``rids``. A dump of ``input_ids`` is an input of the model.
-    Any other counts as the output of a module ``name``, or ``name.N`` in layer N. Gradients, parameters and recomputed
-    activations are left out. Logits that SGLang computes for the last token of each request only have the rows of
-    these tokens.
+    Any other dump counts as the output of a module ``name``, or ``name.N`` in layer N. Gradients, parameters and
+    recomputed activations are skipped. If SGLang computes logits only for the last token of each request, only these
+    rows exist.
 
     Args:
-        directory: ``<dir>/<exp>``, or ``<dir>`` where it holds a single experiment.
-        requests: The request ids in the order of the sequences 0, 1, ...; requests that are not listed (a server's
-            warm-up) are left out. By default the order in which they appear.
+        directory: ``<dir>/<exp>``, or ``<dir>`` if it has a single experiment.
+        requests: The request ids in the order of the sequences 0, 1, ...; other requests (a server's warm-up) are
+            skipped. By default the order of appearance.
 
     Raises:
-        ValueError: There are no dumps; a step lacks one of the three names, has one twice with different values, or
-            they contradict each other; no step has one of the ``requests``; a request was retracted and run again with
-            other bits; a file is unreadable.
+        ValueError: There are no dumps; a step lacks one of the three names, has different values of one, or they are
+            inconsistent; no step has one of the ``requests``; a request was retracted and run again with different
+            bits; or a file is unreadable.
     """
     steps = _steps(Path(directory))
     seen: dict[str, int] = {}
@@ -243,7 +244,7 @@ def read_sglang_dumps(
 
 
 def _steps(directory: Path) -> dict[int, list[_Dump]]:
-    """The dumps of each step, in the order in which they were made."""
+    """The dumps of each step, in order of creation."""
     folders = [folder for folder in sorted(directory.iterdir()) if folder.is_dir()]
     if not any(directory.glob("*.pt")) and len(folders) == 1:
         directory = folders[0]
@@ -254,7 +255,7 @@ def _steps(directory: Path) -> dict[int, list[_Dump]]:
             dump = _Dump(path, match["name"].partition("___")[0])
             found[int(match["step"])].append((int(match["index"]), dump))
     if not found:
-        several = f"; it holds several experiments: {[folder.name for folder in folders]}" if folders else ""
+        several = f"; it has several experiments: {[folder.name for folder in folders]}" if folders else ""
         raise ValueError(f"no dumps of rank 0 in {directory}{several}")
     return {step: [dump for _, dump in sorted(dumps)] for step, dumps in found.items()}
 
@@ -270,10 +271,10 @@ def _only(step: int, name: str, dumps: list[_Dump], directory: str) -> Any:
 
 
 def _rows(step: int, position_T: Tensor, lengths: list[int], sequences: list[int]) -> Rows:
-    """Cut the step's tokens into its requests: each one's last position is its length minus one."""
+    """Split the step's tokens into its requests: the last position of a request is its length minus one."""
     if position_T.dim() != 1 or len(lengths) != len(sequences):
         raise ValueError(
-            f"step {step}: positions must have one dimension, and lengths and request ids be as many; got "
+            f"step {step}: positions must have one dimension, and there must be as many lengths as request ids; got "
             f"{[*position_T.shape]}, {len(lengths)} and {len(sequences)}"
         )
     sequence_T: list[int] = []
@@ -281,7 +282,7 @@ def _rows(step: int, position_T: Tensor, lengths: list[int], sequences: list[int
     for length, sequence in zip(lengths, sequences, strict=True):
         rest = position_T[len(sequence_T) :].tolist()
         if length - 1 not in rest or rest[: rest.index(length - 1) + 1] != [*range(rest[0], length)]:
-            raise ValueError(f"step {step}: positions {rest} do not go on with a request of length {length}")
+            raise ValueError(f"step {step}: positions {rest} do not continue with a request of length {length}")
         sequence_T += [sequence] * (length - rest[0])
         last.append(len(sequence_T) - 1)
     if len(sequence_T) != len(position_T):

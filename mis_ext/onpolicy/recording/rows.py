@@ -19,19 +19,19 @@ LAYOUTS: tuple[Layout, ...] = ("bsh", "sbh")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """The tokens that one forward call holds, as a grid ``[b, s]``; packed tokens are a grid ``[1, T]``.
+    """The tokens of one forward call, as a grid ``[b, s]``; packed tokens are a grid ``[1, T]``.
 
     Attributes:
-        sequence: Integers, at least 0: which sequence a token belongs to, equal in both engines. ``[b, s]``, or
-            anything that broadcasts against ``position``; one dimension counts as packed.
+        sequence: Integers of at least 0: the sequence of each token, equal in both engines. ``[b, s]``, or a shape that
+            broadcasts with ``position``; one dimension means packed.
         position: Absolute positions in the sequence, from 0; below 0 marks padding, which is never recorded.
-        kept: Where the model computes its logits for some tokens only: their indices into the flattened grid, ``[K]``,
-            or ``[b, K]`` where the logits keep a batch dimension.
+        kept: If the model computes logits only for some tokens: their indices into the flattened grid, ``[K]``, or
+            ``[b, K]`` if the logits keep a batch dimension.
 
     Raises:
-        ValueError: The shapes do not broadcast, a sequence is negative, a token is there twice, or ``kept`` leaves the
-            grid.
-        TypeError: A tensor does not hold integers.
+        ValueError: The shapes do not broadcast, a sequence is negative, a token is duplicate, or ``kept`` is outside
+            the grid.
+        TypeError: A tensor is not of integers.
     """
 
     sequence: Tensor
@@ -56,7 +56,7 @@ class Rows:
         key_N = (sequence_N * stride + position_N).sort().values
         twice = key_N[1:][key_N[1:] == key_N[:-1]]
         if len(twice):
-            raise ValueError(f"(sequence, position) {divmod(int(twice[0]), stride)} is there twice")
+            raise ValueError(f"(sequence, position) {divmod(int(twice[0]), stride)} occurs twice")
         if self.kept is not None:
             kept = _grid("kept", self.kept)
             if kept.numel() and not 0 <= int(kept.min()) <= int(kept.max()) < position.numel():
@@ -65,7 +65,7 @@ class Rows:
 
     @classmethod
     def padded(cls, mask: Tensor) -> Rows:
-        """Rows of padded sequences 0, 1, 2, ..., each from its position 0 on.
+        """Rows of padded sequences 0, 1, 2, ..., each starting at position 0.
 
         Args:
             mask: ``[b, s]``, nonzero at tokens; the padding may be on either side.
@@ -79,7 +79,7 @@ class Rows:
     def packed(
         cls, lengths: Sequence[int], *, sequences: Sequence[int] | None = None, starts: Sequence[int] | None = None
     ) -> Rows:
-        """Rows of sequences, or of pieces of them, laid end to end.
+        """Rows of concatenated sequences, or of pieces of them.
 
         Args:
             lengths: Tokens of each piece.
@@ -96,18 +96,18 @@ class Rows:
         )
 
     def grids(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every ``(sequence, position)`` grid that a tensor of this forward may hold."""
+        """Every possible ``(sequence, position)`` grid of a tensor of this forward."""
         yield self.sequence, self.position
         if self.kept is not None:
             yield self.sequence.flatten()[self.kept], self.position.flatten()[self.kept]
 
     @cached_property
     def _readings(self) -> tuple[_Reading, ...]:
-        """Every grid in every order; computed once, as every tensor of the forward is read so."""
+        """Every grid in every order. Computed once for all tensors of the forward."""
         readings: list[_Reading] = []
         for index, (sequence, position) in enumerate(self.grids()):
             by_row = _tokens(sequence, position)
-            # With one sequence, or one token of each, the two orders are the same.
+            # With one sequence, or one token per sequence, the two orders are equal.
             by_column = by_row if 1 in position.shape else _tokens(sequence.T, position.T)
             readings.append(_Reading("bsh", position.shape, by_row, holds_all=index == 0))
             readings.append(_Reading("sbh", position.T.shape, by_column, holds_all=index == 0))
@@ -118,10 +118,10 @@ class PlacedRows(NamedTuple):
     """One tensor by token, on the CPU: an input or output of a module.
 
     Attributes:
-        values: ``[N, ...]`` of N tokens, in the dtype of the model.
+        values: ``[N, ...]`` for N tokens, in the dtype of the model.
         sequence_N: int64.
         position_N: int64, absolute.
-        order: Rank of the tensor in a recording, among all of its kind in the order of execution.
+        order: Index of the tensor in the order of execution, among tensors of its kind.
     """
 
     values: Tensor
@@ -149,12 +149,11 @@ class _Reading(NamedTuple):
 
 
 def place_rows(tensor: Tensor, rows: Rows, *, where: str, layout: Layout | None = None) -> PlacedRows | None:
-    """The tensor's values by token, or None where its leading dimensions are no token dimensions.
+    """The tensor's values by token, or None if its leading dimensions are not token dimensions.
 
-    Tokens may lie as ``[b, s, ...]``, ``[s, b, ...]``, or flattened in either order. What fits none of these and has a
-    ``b`` of 1, as tables of positions have, holds for each sequence, if it is not in another layout than that of the
-    forward. An integer tensor that has these two dimensions and no others is taken for token ids, which every engine
-    has as ``[b, s]``.
+    The layout may be ``[b, s, ...]``, ``[s, b, ...]``, or flattened in either order. Otherwise a tensor with ``b`` of
+    1, such as a table of positions, applies to each sequence, if its layout is that of the forward. An integer tensor
+    with only these two dimensions is treated as token ids, which every engine has as ``[b, s]``.
     """
     is_ids = tensor.dim() == 2 and not tensor.is_floating_point()
     lies_as, fits = _readings_of(tensor, rows, table_layout="bsh" if is_ids else layout)
@@ -166,7 +165,7 @@ def place_rows(tensor: Tensor, rows: Rows, *, where: str, layout: Layout | None 
     if not fits or not all(reading.tokens.same(fits[0].tokens) for reading in fits):
         grids = " or ".join(f"[b, s] = {[*position.shape]}" for _, position in rows.grids())
         raise ValueError(
-            f"{where}: {[*tensor.shape]} can be read in more than one way with the tokens {grids}; give layout "
+            f"{where}: {[*tensor.shape]} can be read in more than one way with the tokens {grids}; pass layout "
             f"({' | '.join(LAYOUTS)}), another number of sequences, or exclude this module"
         )
     tokens, values = fits[0].tokens, tensor.detach()
@@ -181,10 +180,10 @@ def place_rows(tensor: Tensor, rows: Rows, *, where: str, layout: Layout | None 
 def _readings_of(
     tensor: Tensor, rows: Rows, table_layout: Layout | None
 ) -> tuple[Literal["grid", "flat", "table"], list[_Reading]]:
-    """All ways to read the tensor; flattened tokens only where no two dimensions fit, as many tensors start with 1.
+    """All ways to read the tensor; flattened tokens only if no two dimensions fit, because many tensors start with 1.
 
-    Rows of positions that hold for each sequence come last, for the same reason. Where there are as many sequences as
-    tokens, a mask ``[b, 1, s, keys]`` has the shape of such a table ``[s, 1, ...]``.
+    Tables of positions for each sequence come last, for the same reason. With as many sequences as tokens, a mask ``[b,
+    1, s, keys]`` has the shape of such a table ``[s, 1, ...]``.
     """
     num_sequences, num_tokens = rows.position.shape
     is_mask = num_sequences == num_tokens > 1 and tensor.dim() == 4 and tensor.shape[1:3] == (1, num_tokens)
@@ -193,7 +192,7 @@ def _readings_of(
     tables: list[_Reading] = []
     for reading in rows._readings:
         table_shape = (1, reading.shape[1]) if reading.layout == "bsh" else (reading.shape[0], 1)
-        # Of the kept tokens only logits are computed, [K, V] where they are flattened.
+        # Only logits are computed for kept tokens, [K, V] if they are flattened.
         may_be_flat = reading.holds_all or tensor.dim() <= 2
         may_be_table = reading.holds_all and table_layout in (None, reading.layout) and not is_mask
         if tensor.shape[:2] == reading.shape:

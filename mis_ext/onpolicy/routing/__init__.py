@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts that the rollout engine chose, in the trainer.
+"""Routing replay: the trainer uses the experts of the rollout engine.
 
-``experts`` reads what an engine chose, ``routing_layout`` puts that in the order of a rank's rows, and ``replay`` gives
-it to the routers.
+``experts`` reads the experts of an engine, ``routing_layout`` arranges them in the order of a rank's rows, and
+``replay`` passes them to the routers.
 """

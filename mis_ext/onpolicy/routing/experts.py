@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts that an engine chose per token and layer: as SGLang and vLLM send them.
+"""The experts of an engine per token and layer, as SGLang and vLLM send them.
 
-Row ``p`` belongs to the token at position ``p`` as the model's input: it is the choice made while that token was fed
-forward, and it shapes the log-prob of the token at ``p + 1``. A sampled token that ends the sample is never fed
-forward, so the last row has no choice. Mixture-of-experts layers only; dense layers have no column.
+Row ``p`` has the experts of the forward pass of the token at position ``p``, which affect the log-prob of the token at
+``p + 1``. The last sampled token has no forward pass, so the last row has no experts. Only mixture-of-experts layers
+have a column.
 
 Rollout routing replay (R3): "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers",
 arXiv 2510.11370.
@@ -27,17 +27,17 @@ _DTYPES = (torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutedExperts:
-    """The experts that an engine chose for every token of one sample.
+    """The experts of an engine for every token of one sample.
 
     Attributes:
         experts_TLK: Expert indices of ``T`` tokens (prompt and response), ``L`` mixture-of-experts layers and ``K``
-            choices; -1 in the whole row of a token that was not recorded. int16, int32 or int64.
+            choices; the whole row is -1 if a token was not recorded. int16, int32 or int64.
         num_experts: Experts per layer.
 
     Raises:
-        TypeError: It is no tensor, the dtype is none of these, or ``num_experts`` is no integer.
-        ValueError: The shape is not ``[T, L, K]``, an index is out of range, a token has an expert twice in a layer, or
-            only a part of a token's row is recorded.
+        TypeError: It is not a tensor, the dtype is not one of these, or ``num_experts`` is not an integer.
+        ValueError: The shape is not ``[T, L, K]``, an index is out of range, a token has a duplicate expert in a layer,
+            or a token's row is only partly recorded.
     """
 
     experts_TLK: Tensor
@@ -59,7 +59,7 @@ class RoutedExperts:
         partial_T = recorded_TLK.flatten(1).any(1) & ~recorded_TLK.flatten(1).all(1)
         if partial_T.any():
             token = int(partial_T.nonzero()[0])
-            raise ValueError(f"token {token} is recorded in part only: {experts_TLK[token].tolist()}")
+            raise ValueError(f"token {token} is only partly recorded: {experts_TLK[token].tolist()}")
         ordered_TLK = experts_TLK.sort(-1).values
         repeated_TLK = (ordered_TLK[..., 1:] == ordered_TLK[..., :-1]) & recorded_TLK[..., 1:]
         if repeated_TLK.any():
@@ -75,21 +75,21 @@ class RoutedExperts:
 
     @property
     def recorded_T(self) -> Tensor:
-        """``[T]`` bool: tokens for which the engine recorded its experts."""
+        """``[T]`` bool: tokens with recorded experts."""
         return self.experts_TLK[:, 0, 0] != NOT_RECORDED
 
     @classmethod
     def from_rows(cls, rows_NLK: Tensor, *, num_tokens: int, num_experts: int, start: int = 0) -> RoutedExperts:
-        """A sample of ``num_tokens`` tokens of which the ``R`` from position ``start`` on are recorded.
+        """A sample of ``num_tokens`` tokens with ``R`` recorded rows starting at position ``start``.
 
         Raises:
             TypeError: See the class.
-            ValueError: The rows do not fit in, or see the class.
+            ValueError: The rows do not fit, or see the class.
         """
         _check_tensor("rows_NLK", rows_NLK)
         num_tokens, start = check_integer("num_tokens", num_tokens), check_integer("start", start)
         if not 0 <= start <= start + len(rows_NLK) <= num_tokens:
-            raise ValueError(f"{len(rows_NLK)} rows from position {start} on do not fit into {num_tokens} tokens")
+            raise ValueError(f"{len(rows_NLK)} rows starting at position {start} do not fit into {num_tokens} tokens")
         experts_TLK = rows_NLK.new_full((num_tokens, *rows_NLK.shape[1:]), NOT_RECORDED)
         experts_TLK[start : start + len(rows_NLK)] = rows_NLK
         return cls(experts_TLK=experts_TLK, num_experts=num_experts)
@@ -105,25 +105,27 @@ class RoutedExperts:
         num_experts: int,
         moe_layers: Sequence[int] | None = None,
     ) -> RoutedExperts:
-        """Read the experts that SGLang returns for one sample with ``return_routed_experts``.
+        """Read the experts from SGLang for one sample with ``return_routed_experts``.
 
         SGLang 0.5 sends base64 of row-major ``[rows, num_layers, topk]``: the positions from
-        ``routed_experts_start_len`` (0 unless asked otherwise) to the last but one token, prompt included, also where a
-        prefix was cached. Its layers are all decoder layers; dense ones hold zeros. So does what was not written, which
-        with ``topk`` 1 could as well be expert 0: a token with zeros in every layer counts as not recorded then.
+        ``routed_experts_start_len`` (0 by default) to the second to last token, including the prompt, also with a
+        cached prefix. Its layers are all decoder layers; dense layers have zeros. Unwritten values are zeros too, which
+        with ``topk`` 1 could also be expert 0. So with ``topk`` 1 a token with zeros in every layer counts as not
+        recorded.
 
         Args:
             meta_info: ``meta_info`` of the response.
             num_tokens: Tokens of prompt and response.
-            num_layers: All decoder layers of the model, dense ones included.
+            num_layers: All decoder layers of the model, including dense layers.
             topk: Experts per token.
             num_experts: Experts per layer.
-            moe_layers: Which of the decoder layers are mixture-of-experts layers, ascending from 0; by default all.
+            moe_layers: The indices of the mixture-of-experts layers among the decoder layers, ascending from 0; by
+                default all.
 
         Raises:
-            TypeError: ``meta_info`` is no mapping, its ``routed_experts`` no string, or a count no integer.
-            ValueError: Nothing was returned, it is no base64, the number of values does not fit ``num_tokens``, every
-                value is 0, the request was retracted, ``moe_layers`` omits a layer with experts; or see the class.
+            TypeError: ``meta_info`` is not a mapping, its ``routed_experts`` not a string, or a count not an integer.
+            ValueError: Experts are missing or not base64, the number of values does not fit ``num_tokens``, every value
+                is 0, the request was retracted, ``moe_layers`` omits a layer with experts; or see the class.
         """
         num_layers, topk = check_integer("num_layers", num_layers, low=1), check_integer("topk", topk, low=1)
         num_tokens = check_integer("num_tokens", num_tokens)
@@ -137,12 +139,12 @@ class RoutedExperts:
         values, start = torch.from_numpy(decoded).flatten(), meta_info.get("routed_experts_start_len")
         start = check_integer("routed_experts_start_len", 0 if start is None else start, low=0)
         rows, rest = divmod(len(values), num_layers * topk)
-        # Some versions feed the last token forward too.
+        # Some versions also have a row for the last token.
         if rest or start + rows not in (num_tokens - 1, num_tokens):
             raise ValueError(
                 f"routed_experts has {len(values)} values: with num_layers = {num_layers} and topk = {topk} that is "
-                f"{len(values) / (num_layers * topk):g} rows from position {start} on, and num_tokens = {num_tokens} "
-                f"needs {num_tokens - 1 - start}"
+                f"{len(values) / (num_layers * topk):g} rows starting at position {start}, but num_tokens = "
+                f"{num_tokens} needs {num_tokens - 1 - start}"
             )
         rows_NLK = _moe_rows(values.view(rows, num_layers, topk), moe_layers)
         return cls.from_rows(rows_NLK, num_tokens=num_tokens, num_experts=num_experts, start=start)
@@ -157,19 +159,19 @@ class RoutedExperts:
         start: int = 0,
         moe_layers: Sequence[int] | None = None,
     ) -> RoutedExperts:
-        """Read the experts that vLLM returns for one sample with ``--enable-return-routed-experts``.
+        """Read the experts from vLLM for one sample with ``--enable-return-routed-experts``.
 
         vLLM 0.32 sends base64 of a NumPy file ``[rows, layers, topk]``: the positions from the request's
-        ``routed_experts_prompt_start`` to the last but one token, prompt included. Its layers are all decoder layers;
-        dense ones hold zeros, and so does what was not written: see :meth:`from_sglang`.
+        ``routed_experts_prompt_start`` to the second to last token, including the prompt. Its layers are all decoder
+        layers; dense layers and unwritten values are zeros: see :meth:`from_sglang`.
 
         ``choice`` is a choice of the response, ``start`` the request's ``routed_experts_prompt_start``. ``num_tokens``,
         ``num_experts``, and ``moe_layers`` are those of :meth:`from_sglang`.
 
         Raises:
-            TypeError: ``choice`` is no mapping, its ``routed_experts`` no string, or a count no integer.
-            ValueError: Nothing was returned, it is no NumPy file of experts, its rows do not fit ``num_tokens``, every
-                value is 0, ``moe_layers`` omits a layer with experts; or see the class.
+            TypeError: ``choice`` is not a mapping, its ``routed_experts`` not a string, or a count not an integer.
+            ValueError: Experts are missing or not a NumPy file, the rows do not fit ``num_tokens``, every value is 0,
+                ``moe_layers`` omits a layer with experts; or see the class.
         """
         num_tokens, start = check_integer("num_tokens", num_tokens), check_integer("start", start)
         _check_fields("choice", choice, "start vLLM with --enable-return-routed-experts")
@@ -178,7 +180,7 @@ class RoutedExperts:
             raise ValueError(f"routed_experts must be a NumPy file of [rows, layers, topk], got {[*rows_NLK.shape]}")
         if start + len(rows_NLK) != num_tokens - 1:
             raise ValueError(
-                f"routed_experts has {len(rows_NLK)} rows from position start = {start} on, and num_tokens = "
+                f"routed_experts has {len(rows_NLK)} rows starting at position start = {start}, but num_tokens = "
                 f"{num_tokens} needs {num_tokens - 1 - start}"
             )
         rows_NLK = _moe_rows(rows_NLK, moe_layers)
@@ -187,14 +189,14 @@ class RoutedExperts:
 
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}: torch.tensor(...) makes one")
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}: use torch.tensor(...)")
 
 
 def _moe_rows(rows_NLK: Tensor, moe_layers: Sequence[int] | None) -> Tensor:
-    """The rows of the mixture-of-experts layers, -1 where with one choice nothing tells expert 0 from no record.
+    """The rows of the mixture-of-experts layers; with ``topk`` 1, -1 if expert 0 looks like no record.
 
-    The engines' buffers begin as zeros, which stay in dense layers and where nothing is written. With two choices a
-    zero that nobody wrote is an expert chosen twice, which :class:`RoutedExperts` refuses.
+    The engines' buffers are initially zero, and stay zero in dense layers and unwritten rows. With ``topk`` 2 or more,
+    unwritten zeros are a duplicate expert, which :class:`RoutedExperts` refuses.
     """
     num_layers = rows_NLK.size(1)
     layers = [check_integer("moe_layers", layer) for layer in (range(num_layers) if moe_layers is None else moe_layers)]
@@ -203,7 +205,7 @@ def _moe_rows(rows_NLK: Tensor, moe_layers: Sequence[int] | None) -> Tensor:
     dense = [layer for layer in range(num_layers) if layer not in layers]
     if rows_NLK[:, dense].any():
         layer = next(layer for layer in dense if rows_NLK[:, layer].any())
-        raise ValueError(f"layer {layer} has experts, so it is no dense layer: moe_layers = {layers} leaves it out")
+        raise ValueError(f"layer {layer} has experts, so it is not a dense layer: moe_layers = {layers} omits it")
     rows_NLK = rows_NLK[:, layers]
     if len(rows_NLK) and not rows_NLK.any():
         raise ValueError("every expert in routed_experts is 0: the engine's MoE backend recorded nothing")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing replay in Megatron-Core: its routers take the experts that the rollout engine chose.
+"""Routing replay in Megatron-Core: its routers use the experts of the rollout engine.
 
-``topk_routing_with_score_function`` (Megatron-Core 0.16) asks the object in a router's ``router_replay`` slot for its
-experts, if there is one. An object of ours stands there. Megatron-Core's own ``RouterReplay`` is steered through a list
-of all routers that any model of the process ever built, takes any number of rows (a token without a row is silently
-routed nowhere), cannot leave a token to its router, and its backward queue grows without a backward pass too.
+``topk_routing_with_score_function`` (Megatron-Core 0.16) gets the experts from the object in a router's
+``router_replay`` slot, if there is one. This module sets its own object there. Megatron-Core's own ``RouterReplay`` is
+controlled through a list of all routers of all models in the process. It accepts any number of rows (a token without a
+row is silently routed nowhere), cannot leave a token to its router, and its backward queue grows even without a
+backward pass.
 
 The method, R3: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370.
 """
@@ -29,22 +30,22 @@ from mis_ext.onpolicy.routing.routing_layout import LocalRouting
 
 @contextmanager
 def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[LocalRouting]) -> Iterator[None]:
-    """Inside, the model's routers take the given experts; how these are weighted stays the trainer's own.
+    """In this block, the model's routers use the given experts. Their weights are still the trainer's.
 
     Gradients reach the routers through the scores of the replayed experts. Forward passes consume ``micro_batches`` in
     order; at the end of the block every mixture-of-experts layer must have consumed all of them. Checkpointed layers
-    are recomputed with the experts of their own micro-batch, in any order of the backward passes, which the block must
-    include then. The routers are restored, also by an exception.
+    are recomputed with the experts of their own micro-batch, in any order of the backward passes; then the block must
+    include these. The routers are restored, also after an exception.
 
     Args:
         model: A Megatron-Core model, or this rank's model chunks. It need not be built for replay. Layers of
-            multi-token prediction keep their own routing: rollout engines do not report one.
+            multi-token prediction keep their own routing, because rollout engines do not report it.
         micro_batches: The experts of every micro-batch, see :meth:`RoutingLayout.local`.
 
     Raises:
         TypeError: The model has no Megatron-Core configuration.
-        ValueError: The routing does not fit the model, the model routes in a way that cannot be replayed, a layer did
-            not consume exactly its rows, or it is recomputed for no forward pass of the block or twice for one.
+        ValueError: The routing does not fit the model, the model's routing cannot be replayed, a layer did not consume
+            exactly its rows, or it is recomputed without a forward pass of the block, or twice for one.
     """
     chunks = [_unwrapped(chunk) for chunk in ([model] if isinstance(model, Module) else model)]
     config: Any = chunks[0].config
@@ -54,8 +55,8 @@ def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[Loc
         got = *routing.experts_TLK.shape[1:], routing.num_experts
         if got != expected:
             raise ValueError(
-                f"the routing has (layers, topk, num_experts) = {got} and the model {expected}, "
-                "counting the mixture-of-experts layers of all pipeline stages"
+                f"the routing has (layers, topk, num_experts) = {got}, but the model has {expected}, counting the "
+                "mixture-of-experts layers of all pipeline stages"
             )
     columns = [layer.column for layer in layers]
 
@@ -77,7 +78,7 @@ def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[Loc
 
 
 class _Replay:
-    """Gives out the rows of one layer: forward passes take micro-batch after micro-batch."""
+    """Provides the rows of one layer: each forward pass takes the next micro-batch."""
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class _Replay:
         rows_TK = self._rows_on(scores.device, micro_batch)[:, self._index].long()
         if rows_TK.shape != (len(scores), topk):
             raise ValueError(
-                f"{self._name} routes {len(scores)} tokens to {topk} experts each, and the routing of micro-batch "
-                f"{micro_batch} is {[*rows_TK.shape]}: another layout, padding, or order of micro-batches"
+                f"{self._name} routes {len(scores)} tokens to {topk} experts each, but the routing of micro-batch "
+                f"{micro_batch} is {[*rows_TK.shape]}: check layout, padding, and order of micro-batches"
             )
         _, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         experts_TK = torch.where(rows_TK == NOT_RECORDED, own_TK, rows_TK)
@@ -128,13 +129,13 @@ class _Replay:
         found = [micro_batch for micro_batch, taken in enumerate(self._taken) if node in taken.nodes]
         if not found:
             raise ValueError(
-                f"{self._name} is recomputed for a checkpoint that no forward pass of the model within the block made: "
-                "checkpoint layers of the model, none of them within another checkpoint"
+                f"{self._name} is recomputed for a checkpoint that is not from a forward pass of the model in the "
+                "block: checkpoint layers of the model, and do not nest checkpoints"
             )
         if found[0] in self._recomputed:
             raise ValueError(
-                f"{self._name} is recomputed twice for micro-batch {found[0]}: by two backward passes, or by a "
-                "checkpoint within another"
+                f"{self._name} is recomputed twice for micro-batch {found[0]}: by two backward passes, or by nested "
+                "checkpoints"
             )
         self._recomputed.add(found[0])
         return found[0]
@@ -146,21 +147,21 @@ class _Replay:
         ran = [index for index in due if index in self._recomputed or self._taken[index].ran_backward]
         if (self._is_checkpointed or self._recomputed) and ran != due:
             raise ValueError(
-                f"{self._name} is recomputed in the backward pass, and {len(ran)} of {len(due)} backward passes ran: "
-                "the block must include them, or it must run the model under torch.no_grad"
+                f"{self._name} is recomputed in the backward pass, but only {len(ran)} of {len(due)} backward passes "
+                "ran: the block must include them, or it must run the model under torch.no_grad"
             )
 
 
-# Autograd numbers its nodes in the order in which they are made, and recomputes a checkpoint while it runs a node of
-# the forward pass that made the checkpoint: the checkpoint itself, or one of its operations with use_reentrant=False.
-# So the number of that node tells the pass, in whichever order the backward passes run, without a look at a tensor.
+# Autograd numbers its nodes in order of creation. It recomputes a checkpoint while it runs a node of the forward pass
+# that created the checkpoint: the checkpoint itself, or one of its operations with use_reentrant=False. So the number
+# of this node identifies the forward pass, for any order of the backward passes, without reading a tensor.
 @dataclass(eq=False)
 class ForwardPass:
     """One forward pass of a model chunk.
 
     Attributes:
         has_grad: Whether it was called with gradients enabled.
-        nodes: The numbers of the autograd nodes that it made with gradients.
+        nodes: The numbers of its autograd nodes with gradients.
         has_backward: Whether its output requires gradients.
         ran_backward: Whether gradients of its output were computed.
     """
@@ -172,7 +173,7 @@ class ForwardPass:
 
 
 class ForwardPasses:
-    """Knows the running, or else the last, forward pass of the chunks that it watches."""
+    """Tracks the running, or else the last, forward pass of the watched chunks."""
 
     def __init__(self) -> None:
         self.current = ForwardPass()
@@ -204,19 +205,19 @@ class ForwardPasses:
 
 
 class _Layer(NamedTuple):
-    """A mixture-of-experts layer; ``column`` counts those of the whole model from 0."""
+    """A mixture-of-experts layer; ``column``: its index among those of the whole model, from 0."""
 
     name: str
     router: Any
     column: int
 
 
-# Otherwise a router does not ask the slot, or does not keep to the answer.
+# With other values a router does not read the slot, or does not use its experts.
 _REQUIRED = {"moe_router_fusion": False, "moe_expert_capacity_factor": None, "cuda_graph_impl": "none"}
 
 
 def _find_layers(chunks: Sequence[Module], config: Any) -> tuple[list[_Layer], int]:
-    """The layers on this rank, without those of multi-token prediction, and the number of the whole model."""
+    """The layers on this rank, without multi-token prediction, and their number in the whole model."""
     if config.num_moe_experts is None:
         raise ValueError("the model has no mixture-of-experts layers")
     if "sinkhorn" in config.moe_router_load_balancing_type:
@@ -243,9 +244,9 @@ def _find_layers(chunks: Sequence[Module], config: Any) -> tuple[list[_Layer], i
 
 
 def _unwrapped(chunk: Module) -> Module:
-    """The model inside its wrappers, which name it ``module``."""
+    """The model inside its wrappers, which store it as ``module``."""
     while isinstance(inner := getattr(chunk, "module", None), Module):
         chunk = inner
     if not hasattr(chunk, "config"):
-        raise TypeError(f"{type(chunk).__name__} is no Megatron-Core model: it has no config")
+        raise TypeError(f"{type(chunk).__name__} is not a Megatron-Core model: it has no config")
     return chunk

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order a trainer's routers see the tokens of a micro-batch, and the recorded experts in that order."""
+"""The order of a micro-batch's tokens in a trainer's routers, and the recorded experts in that order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class LocalRouting:
     """The experts of one micro-batch in the order of a rank's router rows.
 
     Attributes:
-        experts_TLK: int32, on the CPU; -1 where the trainer's own choice stays: padding, last tokens, tokens that were
-            not recorded.
+        experts_TLK: int32, on the CPU; -1 for the trainer's own choice: padding, last tokens, and tokens that were not
+            recorded.
         num_experts: Experts per layer.
-        num_missing: Rows of tokens that the engine did not record; a sample's last token is not among them.
+        num_missing: Number of tokens that the engine did not record, without the last token of each sample.
     """
 
     experts_TLK: Tensor
@@ -60,22 +60,22 @@ class RoutingLayout:
         num_local_tokens: int | None = None,
         partition: PackedPartition = "zigzag",
     ) -> RoutingLayout:
-        """Packed samples (``thd``), one after the other.
+        """Packed samples (``thd``).
 
         Args:
             lengths: Tokens of each sample.
             cp_rank: Rank ``r`` in the context-parallel group.
             cp_size: Ranks in the context-parallel group.
-            tp_rank: Rank in the tensor-parallel group that shares out the rows; only with sequence parallelism.
+            tp_rank: Rank in the tensor-parallel group that splits the rows; only with sequence parallelism.
             tp_size: Ranks in that group; 1 without sequence parallelism.
-            num_local_tokens: Rows of a context-parallel rank where the host pads the packed micro-batch at its end.
+            num_local_tokens: Rows of a context-parallel rank if the framework pads the packed micro-batch at its end.
             partition: With ``zigzag`` rank ``r`` holds chunks ``r`` and ``2 * cp_size - 1 - r`` of each sample, which
                 is padded to ``2 * cp_size`` equal chunks. With ``stream``, slime's and Miles' ``--allgather-cp``, it
-                holds part ``r`` of ``cp_size`` equal parts of all samples one after the other, padded at their end.
+                holds part ``r`` of ``cp_size`` equal parts of all concatenated samples, padded at the end.
 
         Raises:
-            ValueError: A rank, length or partition is illegal, or the rows do not divide among the tensor-parallel
-                ranks.
+            ValueError: A rank, length or partition is illegal, or the rows cannot be split equally among the
+                tensor-parallel ranks.
         """
         _check_rank("cp", cp_rank, cp_size)
         is_stream = check_choice("partition", partition, ("zigzag", "stream")) == "stream"
@@ -106,10 +106,9 @@ class RoutingLayout:
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> RoutingLayout:
-        """Samples padded at the right to one length (``bshd``): Megatron's routers see position after position.
+        """Samples padded at the right to the same length (``bshd``): Megatron's routers see one position after another.
 
-        ``padded_length`` is that length, over all context-parallel ranks. The other arguments are those of
-        :meth:`packed`.
+        ``padded_length``: this length, over all context-parallel ranks. For other arguments see :meth:`packed`.
 
         Raises:
             ValueError: See :meth:`packed`; or a sample is longer than ``padded_length``.
@@ -139,15 +138,15 @@ class RoutingLayout:
         )
 
     def local(self, samples: Sequence[RoutedExperts], *, missing: MissingPolicy = "error") -> LocalRouting:
-        """The experts of this rank's tokens, row by row as the routers see them.
+        """The experts of this rank's tokens, in the order of the routers' rows.
 
         Args:
             samples: The experts of each sample, in the order of ``lengths``.
-            missing: What to do about a token that the engine did not record: ``error``, or ``own`` to leave the choice
-                to the trainer and count it. A sample's last token is never fed to the engine and always ``own``.
+            missing: The action for a token that the engine did not record: ``error``, or ``own`` to use and count the
+                trainer's choice. The last token of a sample has no forward pass in the engine and is always ``own``.
 
         Raises:
-            ValueError: A sample has another number of tokens, samples differ in layers, top-k or experts, or a token
+            ValueError: A sample has a wrong number of tokens, samples differ in layers, top-k or experts, or a token
                 was not recorded.
         """
         check_choice("missing", missing, ("error", "own"))
@@ -164,7 +163,8 @@ class RoutingLayout:
             row = int(missing_T.nonzero()[0])
             raise ValueError(
                 f"{int(missing_T.sum())} tokens have no recorded experts, the first at position "
-                f"{int(self.position_T[row])} of sample {int(self.sample_T[row])}: missing='own' leaves them alone"
+                f"{int(self.position_T[row])} of sample {int(self.sample_T[row])}: missing='own' uses the trainer's "
+                "choice for them"
             )
         return LocalRouting(
             experts_TLK=experts_TLK,
@@ -174,13 +174,13 @@ class RoutingLayout:
 
     def _check(self, samples: Sequence[RoutedExperts]) -> None:
         if len(samples) != len(self.lengths):
-            raise ValueError(f"got experts of {len(samples)} samples, the layout has {len(self.lengths)}")
+            raise ValueError(f"got experts of {len(samples)} samples, but the layout has {len(self.lengths)}")
         kinds = {(*sample.experts_TLK.shape[1:], sample.num_experts) for sample in samples}
         if len(kinds) > 1:
             raise ValueError(f"samples differ in (layers, topk, num_experts): {sorted(kinds)}")
         for index, (sample, length) in enumerate(zip(samples, self.lengths, strict=True)):
             if sample.num_tokens != length:
-                raise ValueError(f"sample {index} has experts of {sample.num_tokens} tokens and {length} tokens")
+                raise ValueError(f"sample {index} has experts of {sample.num_tokens} tokens, but {length} tokens")
 
 
 def _checked(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -197,7 +197,7 @@ def _check_rank(name: str, rank: int, size: int) -> None:
 
 
 def _local_positions(length: int, *, cp_rank: int, cp_size: int) -> Tensor:
-    """The positions of one sequence that a context-parallel rank holds."""
+    """The positions of one sequence on a context-parallel rank."""
     _check_rank("cp", cp_rank, cp_size)
     runs = owned_chunks(cp_rank=cp_rank, cp_size=cp_size).ranges(length)
     return torch.cat([torch.arange(run.start, run.stop) for run in runs])

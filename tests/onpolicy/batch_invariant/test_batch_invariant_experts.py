@@ -97,7 +97,7 @@ def test_the_gradient_of_a_grouped_product_is_right(device, dtype):
     [
         ({"a": torch.zeros(4, 9)}, r"got \[4, 9\] of .*, \[2, 8, 16\]"),
         ({"b": torch.zeros(3, 8, 16)}, r"got \[4, 8\] of .*, \[3, 8, 16\]"),
-        ({"b": torch.zeros(2, 8, 16).bfloat16()}, r"one dtype, .* of torch\.bfloat16"),
+        ({"b": torch.zeros(2, 8, 16).bfloat16()}, r"the same dtype, .* of torch\.bfloat16"),
         ({"a": torch.zeros(2, 4, 8), "offs": None}, r"got \[2, 4, 8\] of .*, \[2, 8, 16\]"),
         ({"offs": None}, r"int32 offs \[G\]"),
         ({"offs": torch.tensor([2, 4])}, r"int32 offs \[G\]"),
@@ -275,7 +275,7 @@ REFUSED_SUMS = {
     "index_reduce": lambda x, i: x.index_reduce(0, i[:, 0], x, "prod"),
     "put": lambda x, i: x.put(i, x, accumulate=True),
     "index_add.out": lambda x, i: torch.index_add(x, 0, i[:, 0], x, out=x.clone()),
-    "index_put_.default has no .* masks beside indices": lambda x, i: index_put_(
+    "index_put_.default has no .* masks together with indices": lambda x, i: index_put_(
         x, (torch.ones(4, dtype=torch.bool), i[:, 0]), x[:, 0], True
     ),
     "index_put_.default has no .* gaps": lambda x, i: index_put_(x[None], (i[:1, 0], None, i[:1, 0]), x[:1], True),

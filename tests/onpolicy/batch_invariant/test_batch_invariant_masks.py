@@ -123,7 +123,7 @@ def test_eager_attention_on_cuda_whose_first_keys_are_masked_is_refused(masked):
     scores[0, :, 0] = masked
     refuse_masked_beginning(scores)
     scores[0, 1, 3, :2] = masked
-    with pytest.raises(NotImplementedError, match=r'take attn_implementation="sdpa"; .*no longer than its w'):
+    with pytest.raises(NotImplementedError, match=r'use attn_implementation="sdpa"; .*no longer than its w'):
         refuse_masked_beginning(scores)
 
 

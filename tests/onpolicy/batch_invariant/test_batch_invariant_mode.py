@@ -23,7 +23,7 @@ from mis_ext.onpolicy.batch_invariant.overrides import kind_of
 def test_float64_on_cuda_is_an_error_that_names_the_dtypes_with_kernels(function):
     with FakeTensorMode():
         x = torch.empty(2, 2, device="cuda")
-    with pytest.raises(NotImplementedError, match="float64 on cuda: take float32"), batch_invariant_mode():
+    with pytest.raises(NotImplementedError, match="float64 on cuda: use float32"), batch_invariant_mode():
         function(x)
 
 

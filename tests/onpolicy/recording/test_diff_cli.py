@@ -224,7 +224,7 @@ def test_a_module_that_first_runs_in_a_later_step_has_its_place_in_the_order(tmp
         (lambda d: next(d.glob("*name=rids*")).unlink(), "step 0 has no dump 'rids'"),
         (lambda d: Dumps(d).dump("seq_lens", torch.tensor([9])), "several different dumps 'seq_lens'"),
         (lambda d: next(d.glob("*name=x*")).write_text("x"), "is not a file of tensors"),
-        (lambda d: torch.save([1], next(d.glob("*name=x*"))), "is no dump"),
+        (lambda d: torch.save([1], next(d.glob("*name=x*"))), "is not a dump"),
     ],
 )
 def test_dumps_without_their_tokens_are_an_error(tmp_path, spoil, message: str) -> None:

@@ -98,8 +98,8 @@ def test_tensors_of_one_forward_share_what_says_their_tokens() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"sequence": [0, 0], "position": [3, 3]}, ValueError, r"\(0, 3\) is there twice"),
-        ({"sequence": [7, 0, 7, 1], "position": [2, 5, 2, 2]}, ValueError, r"\(7, 2\) is there twice"),
+        ({"sequence": [0, 0], "position": [3, 3]}, ValueError, r"\(0, 3\) occurs twice"),
+        ({"sequence": [7, 0, 7, 1], "position": [2, 5, 2, 2]}, ValueError, r"\(7, 2\) occurs twice"),
         ({"sequence": [0, -1], "position": [3, 3]}, ValueError, "sequence must be at least 0"),
         ({"sequence": [0, 0], "position": [1, 2, 3]}, ValueError, "must broadcast"),
         ({"sequence": [0, 0], "position": [1.0, 2.0]}, TypeError, "position must hold integers"),

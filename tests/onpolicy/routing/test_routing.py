@@ -36,8 +36,8 @@ def test_rows_are_recorded_or_not_as_a_whole() -> None:
         ([[[0, 1], [2, 3]], [[-2, 1], [2, 3]]], "expert -2 at token 1, layer 0 is outside"),
         ([[[0, 1], [2, 3]], [[0, 1], [5, 5]]], "expert 5 is chosen twice at token 1, layer 1"),
         ([[[5, 2, 5]]], "expert 5 is chosen twice at token 0, layer 0"),
-        ([[[0, 1], [-1, -1]]], "token 0 is recorded in part only"),
-        ([[[0, 1], [2, -1]]], "token 0 is recorded in part only"),
+        ([[[0, 1], [-1, -1]]], "token 0 is only partly recorded"),
+        ([[[0, 1], [2, -1]]], "token 0 is only partly recorded"),
         ([[0, 1], [2, 3]], r"must be \[tokens, layers, topk\], none of them 0, got \[2, 2\]"),
         ([[[], []]], r"none of them 0, got \[1, 2, 0\]"),
     ],
@@ -56,7 +56,7 @@ def test_dtypes_that_cannot_say_every_index_and_not_recorded_are_refused(dtype) 
 @pytest.mark.parametrize("rows", [[[[0, 1]]], torch.tensor([[[0, 1]]]).numpy()])
 def test_what_is_no_tensor_is_refused_with_the_way_to_make_one(rows) -> None:
     kind = type(rows).__name__
-    with pytest.raises(TypeError, match=rf"experts_TLK must be a tensor, got {kind}: torch\.tensor\(.*\) makes one"):
+    with pytest.raises(TypeError, match=rf"experts_TLK must be a tensor, got {kind}: use torch\.tensor"):
         RoutedExperts(experts_TLK=rows, num_experts=8)
     with pytest.raises(TypeError, match=f"rows_NLK must be a tensor, got {kind}"):
         RoutedExperts.from_rows(rows, num_tokens=2, num_experts=8)
@@ -67,7 +67,7 @@ def test_rows_lie_where_they_start_and_the_rest_is_not_recorded() -> None:
     sample = RoutedExperts.from_rows(rows, num_tokens=5, num_experts=8, start=2)
     assert sample.experts_TLK.tolist() == [[[-1, -1]], [[-1, -1]], [[1, 2]], [[3, 4]], [[-1, -1]]]
     for start in (-1, 4):
-        with pytest.raises(ValueError, match=f"2 rows from position {start} on do not fit into 5 tokens"):
+        with pytest.raises(ValueError, match=f"2 rows starting at position {start} do not fit into 5 tokens"):
             RoutedExperts.from_rows(rows, num_tokens=5, num_experts=8, start=start)
 
 
@@ -135,8 +135,11 @@ def test_padding_at_the_end_of_a_packed_micro_batch_is_neither_replayed_nor_miss
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RoutingLayout.packed([4]).local([numbered(5, sample=0)]), "sample 0 has experts of 5 tokens and 4 "),
-        (lambda: RoutingLayout.packed([4, 4]).local([numbered(4, sample=0)]), "experts of 1 samples, the layout has 2"),
+        (lambda: RoutingLayout.packed([4]).local([numbered(5, sample=0)]), "sample 0 has experts of 5 tokens, but 4 "),
+        (
+            lambda: RoutingLayout.packed([4, 4]).local([numbered(4, sample=0)]),
+            "experts of 1 samples, but the layout has 2",
+        ),
         (
             lambda: RoutingLayout.packed([2, 2]).local([numbered(2, sample=0), numbered(2, sample=0, num_experts=99)]),
             r"samples differ in \(layers, topk, num_experts\): \[\(1, 2, 99\), \(1, 2, 1000\)\]",

@@ -59,18 +59,22 @@ def test_sglang_may_start_later_and_may_feed_the_last_token() -> None:
         (
             {"routed_experts": payload(SGLANG)},
             {"num_tokens": 5},
-            "3 rows from position 0 on, and num_tokens = 5 needs 4",
+            "3 rows starting at position 0, but num_tokens = 5 needs 4",
         ),
         (
             {"routed_experts": payload(SGLANG)},
             {"num_tokens": 2},
-            "3 rows from position 0 on, and num_tokens = 2 needs 1",
+            "3 rows starting at position 0, but num_tokens = 2 needs 1",
         ),
         ({"routed_experts": payload(SGLANG)}, {"topk": 4}, "18 values: .* topk = 4 that is 1.5 rows"),
         ({"routed_experts": payload(0 * SGLANG)}, {}, "every expert in routed_experts is 0"),
         ({"routed_experts": payload(SGLANG)}, {"moe_layers": None}, "expert 0 is chosen twice at token 0, layer 1"),
         ({"routed_experts": payload(SGLANG)}, {"num_experts": 7}, "expert 7 at token 1, layer 1"),
-        ({"routed_experts": payload(SGLANG)}, {"moe_layers": [0, 1]}, "layer 2 has experts, so it is no dense layer"),
+        (
+            {"routed_experts": payload(SGLANG)},
+            {"moe_layers": [0, 1]},
+            "layer 2 has experts, so it is not a dense layer",
+        ),
     ],
 )
 def test_what_sglang_cannot_have_meant_is_refused(info, changes, message) -> None:
@@ -132,7 +136,7 @@ def test_with_one_expert_a_token_zeros_that_nobody_wrote_are_not_expert_0(read) 
     whole = read(TOP_1, moe_layers=[1, 2, 3])
     assert torch.equal(whole.experts_TLK[:-1], TOP_1[:, 1:])
     # Layer 3 proves that the layers are counted from 1.
-    with pytest.raises(ValueError, match=r"layer 3 has experts, so it is no dense layer: moe_layers = \[0, 1, 2\]"):
+    with pytest.raises(ValueError, match=r"layer 3 has experts, so it is not a dense layer: moe_layers = \[0, 1, 2\]"):
         read(TOP_1, moe_layers=[0, 1, 2])
     rows = TOP_1.clone()
     rows[:2] = 0

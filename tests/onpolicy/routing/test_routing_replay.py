@@ -198,7 +198,7 @@ def test_a_pass_without_gradients_made_no_node_that_recomputes(model, monkeypatc
 
 def test_a_recomputation_for_no_forward_pass_within_the_replay_is_an_error(model, monkeypatch) -> None:
     one_that_trains = torch.zeros(1, requires_grad=True)
-    unknown = r"router is recomputed for a checkpoint that no forward pass of the model within the block made"
+    unknown = r"router is recomputed for a checkpoint that is not from a forward pass of the model in the block"
     for around in CHECKPOINTS.values():
         with pytest.raises(ValueError, match=unknown):
             train_on(model, scorer=lambda _, around=around: around(lambda x: x + score_plainly(model), one_that_trains))
@@ -206,7 +206,7 @@ def test_a_recomputation_for_no_forward_pass_within_the_replay_is_an_error(model
     with pytest.raises(ValueError, match=unknown):
         train_on(model, before=score_plainly(model))
     recompute(model.decoder, monkeypatch, kind="reentrant")
-    with pytest.raises(ValueError, match=unknown + ": .*, none of them within another checkpoint"):
+    with pytest.raises(ValueError, match=unknown + ": .*, and do not nest checkpoints"):
         train_on(model)
     model.zero_grad(set_to_none=True)
 
@@ -236,11 +236,15 @@ def test_checkpointed_layers_must_be_recomputed_within_the_replay(model, monkeyp
     routing = padded_routing()
     with monkeypatch.context() as patched:
         checkpoint_layers(model, patched, kind="reentrant")
-        with pytest.raises(ValueError, match=FIRST_ROUTER + " is recomputed in the backward pass, and 0 of 1 backward"):
+        with pytest.raises(
+            ValueError, match=FIRST_ROUTER + " is recomputed in the backward pass, but only 0 of 1 backward"
+        ):
             train_under([routing], model, backward_passes=0)
         score_under([routing], model, passes=1)
     checkpoint_layers(model, monkeypatch, kind="not reentrant")
-    with pytest.raises(ValueError, match=FIRST_ROUTER + " is recomputed in the backward pass, and 1 of 2 backward"):
+    with pytest.raises(
+        ValueError, match=FIRST_ROUTER + " is recomputed in the backward pass, but only 1 of 2 backward"
+    ):
         train_under([routing, routing], model, backward_passes=1)
     model.zero_grad(set_to_none=True)
 
@@ -260,7 +264,7 @@ def test_a_layer_must_consume_exactly_its_rows(model) -> None:
 def test_a_routing_of_another_model_is_refused(model, change) -> None:
     local = RoutingLayout.padded([6], padded_length=6).local([random_routing(6, seed=0, **change)])
     got = ", ".join(map(str, {"layers": 2, "topk": 2, "num_experts": 8, **change}.values()))
-    with pytest.raises(ValueError, match=rf"num_experts\) = \({got}\) and the model \(2, 2, 8\)"):
+    with pytest.raises(ValueError, match=rf"num_experts\) = \({got}\), but the model has \(2, 2, 8\)"):
         score_under([local], model, passes=0)
 
 
@@ -354,7 +358,7 @@ def test_a_wrapped_model_is_replayed_like_the_model_inside(wrap, monkeypatch) ->
 
 
 def test_what_is_no_model_of_megatron_core_is_refused() -> None:
-    with pytest.raises(TypeError, match="Linear is no Megatron-Core model: it has no config"):
+    with pytest.raises(TypeError, match="Linear is not a Megatron-Core model: it has no config"):
         replay_routing(Wrapper(torch.nn.Linear(2, 2)), []).__enter__()
 
 

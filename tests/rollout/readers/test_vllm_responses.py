@@ -168,7 +168,7 @@ def test_experts_that_were_asked_for_from_a_position_on_are_placed_there() -> No
     later = RoutedExperts.from_vllm(choice, num_tokens=11, start=2, **MODEL)
     assert later.recorded_T.tolist() == [False] * 2 + [True] * 8 + [False]
     assert torch.equal(later.experts_TLK[2:], whole.experts_TLK[2:])
-    with pytest.raises(ValueError, match="8 rows from position start = 0 on, and num_tokens = 11 needs 10"):
+    with pytest.raises(ValueError, match="8 rows starting at position start = 0, but num_tokens = 11 needs 10"):
         RoutedExperts.from_vllm(choice, num_tokens=11, **MODEL)
 
 
