@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files with what they configure, and files that run published methods, for the report and the command line."""
+"""Read configuration files, and write files that run published methods, for the report and the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mis_ext.methods.published import PublishedMethod
 from mis_ext.validation import errors_of
 
 NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
-"""Measures, and changes nothing."""
+"""Measures and changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class Configuration:
 
     Attributes:
         config: The correction.
-        loss: The full policy loss, with flags of the framework from the file; None without a key of the loss.
-        said: Warnings of reading it.
-        about: Facts about a published method, by title; empty without one.
+        loss: The full policy loss, with the framework flags of the file; None without a key of the loss.
+        said: Warnings from reading the file.
+        about: Facts about a published method by title; empty without a method.
     """
 
     config: CorrectionConfig
@@ -43,9 +43,9 @@ class Configuration:
 
 
 def read_file(path: str | Path) -> Configuration:
-    """Read a YAML file: a correction, and with a key of the full policy loss that loss.
+    """Read a YAML file: a correction, or with a key of the full policy loss also that loss.
 
-    With ``mis_loss_method`` keys of a correction need ``use_tis: true`` in the file.
+    With ``mis_loss_method``, keys of a correction need ``use_tis: true`` in the file.
     """
     content = read_yaml(path)
     with errors_of(str(path)):
@@ -53,7 +53,7 @@ def read_file(path: str | Path) -> Configuration:
 
 
 def read_method(row: PublishedMethod) -> Configuration:
-    """The content of :func:`method_yaml` for this row."""
+    """Return the content of :func:`method_yaml` for this row."""
     flags, keys = _flags_and_keys(row)
     return dataclasses.replace(_configuration(keys), about=_about(row, flags, method=row.method, parameters={}))
 
@@ -77,7 +77,7 @@ def _configuration(content: dict[str, Any]) -> Configuration:
 
 
 def method_yaml(row: PublishedMethod) -> str:
-    """A file that runs a method with its defaults: keys of a correction if they can express it, else of the loss."""
+    """Return a file that runs a method with its defaults, with keys of a correction if possible, else of the loss."""
     flags, keys = _flags_and_keys(row)
     remarks = _remarks(row, flags)
     if "use_tis" in keys and any(gate.action == "reject" for gate in config_from_mapping(keys).all_gates.values()):
@@ -89,7 +89,7 @@ def method_yaml(row: PublishedMethod) -> str:
 
 
 def _flags_and_keys(row: PublishedMethod) -> tuple[str, dict[str, Any]]:
-    """The framework's flags for a method with its defaults, and the keys of its file."""
+    """Return the framework flags for a method with its defaults, and the keys of its file."""
     try:
         found = as_correction(row.method)
     except ValueError:
@@ -125,7 +125,7 @@ def _remarks(row: PublishedMethod, flags: str) -> dict[str, str]:
 
 
 def _about(row: PublishedMethod, flags: str, *, method: Method, parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Facts about a method with its parameters."""
+    """Return facts about a method with its parameters."""
     changed = [f"{name}={value} (default {row.defaults[name]})" for name, value in parameters.items()]
     more = {"Parameters": ", ".join(changed) or "the defaults", "Log-probs": ", ".join(method.policies)}
     return _remarks(row, flags) | more

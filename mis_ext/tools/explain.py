@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explanation of a configuration: its effect in the Gaussian approximation, its traps, and its steps.
+"""Explanation of a configuration: its effect in the Gaussian approximation, its pitfalls, and its steps.
 
-``d = log pi_prox - log mu`` of a token is taken as ``N(m, s^2)``, tokens as independent. Ratios have mean 1 under the
-policy that sampled, ``E[exp d] = exp(m + s^2 / 2) = 1``, so ``m = -s^2 / 2``; and ``k3 = E[exp d - 1 - d] = -m``. So
-one number says what ratios, their products and means do, and so a gate. Real mismatch has heavier tails, and errors
-that repeat within a response.
+``d = log pi_prox - log mu`` of a token is assumed to be ``N(m, s^2)``, independent for each token. Ratios have mean 1
+under the sampling policy, ``E[exp d] = exp(m + s^2 / 2) = 1``, so ``m = -s^2 / 2`` and ``k3 = E[exp d - 1 - d] = -m``.
+So k3 alone gives the distribution of ratios, of their products and means, and the effect of gates. Real mismatch has
+heavier tails, and errors that repeat within a response.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EVERYTHING: Interval = (-math.inf, math.inf)
 
 @dataclass(frozen=True)
 class Normal:
-    """A Gaussian variable; a variance of 0 is a fixed number."""
+    """A Gaussian variable; with variance 0 it is a constant."""
 
     mean: float
     variance: float
@@ -53,20 +53,21 @@ class GaussianLaw:
     length: float
 
     def of_level(self, level: str) -> Normal:
-        """The log-ratio in nats whose ``exp`` a weight of this level is: of a token, their sum, or their mean."""
+        """Distribution of the log weight of this level in nats: log-ratio of a token, or their sum or mean."""
         mean, variance = {"token": (1.0, 1.0), "sequence": (self.length,) * 2, "geometric": (1.0, 1.0 / self.length)}[
             level
         ]
         return Normal(-self.k3 * mean, 2.0 * self.k3 * variance)
 
     def ess(self, level: str) -> float:
-        """Kish's effective share of plain ratios at a level."""
+        """Kish's effective sample size of unbounded ratios at a level, as a share."""
         return math.exp(-self.of_level(level).variance)
 
     def acceptance(self, gate: Gate) -> float:
-        """Share of tokens, or of responses, that a gate keeps; NaN where the law does not say.
+        """Share of tokens, or of responses, that a gate keeps; NaN if the approximation has no value.
 
-        It knows ratios of tokens, and their products and means over responses: no other statistic, and no segments.
+        It has values for ratios of tokens, and for their products and means over responses; not for other statistics or
+        segments.
         """
         if gate.statistic != "ratio" or gate.is_of_segments:
             return math.nan
@@ -75,7 +76,7 @@ class GaussianLaw:
         if gate.reduce == "token":
             return token.between(low, high)
         if gate.reduce in ("min", "max"):
-            # All tokens are at most at a bound, or all are above it.
+            # The probability that all tokens are at most a bound, or that all are above it.
             low, high = (token.between(-math.inf, each) for each in (low, high))
             if gate.reduce == "min":
                 low, high = 1.0 - high, 1.0 - low
@@ -85,16 +86,17 @@ class GaussianLaw:
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """Expected values; NaN where the approximation has none.
+    """Expected values; NaN if the approximation has none.
 
     Attributes:
         k3: Per token, in nats.
         length: Tokens of a response.
-        ess_token: Kish's effective share of token ratios; of products over responses and of their geometric means.
-        accepted: Share of tokens, or of responses, that each gate keeps or weighs.
-        kept_tokens: Share of tokens that stay in the mask. Gates on other things than the ratio of a token or of a
-            response count as independent of each other.
-        kept_sequences: The same as ``kept_tokens`` of responses.
+        ess_token: Kish's effective sample size of token ratios, as a share. ``ess_sequence``: of products over
+            responses. ``ess_geometric``: of geometric means.
+        accepted: Share of tokens, or of responses, that each gate keeps or gives a nonzero weight.
+        kept_tokens: Share of tokens that stay in the mask. Gates on statistics other than the ratio of a token or
+            response count as independent.
+        kept_sequences: The same for responses.
     """
 
     k3: float
@@ -124,21 +126,21 @@ def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
 
 
 def described_gates(config: CorrectionConfig) -> dict[str, Gate]:
-    """Every gate of a configuration by its name and what it compares; the one that the weight implies is ``weight``."""
+    """All gates of a configuration by name and inequality. The gate implied by the weight is named ``weight``."""
     implied = config.weight.gate if config.weight is not None else None
     named = {} if implied is None else {"weight": implied}
     return {f"{name}: {band_of(gate)}": gate for name, gate in (named | config.labelled_gates).items()}
 
 
 def band_of(gate: Gate) -> str:
-    """The band of a gate as an inequality of its statistic: what satisfies it passes."""
+    """The bounds of a gate as an inequality. Values that satisfy it pass."""
     low, high = ("" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
     value = formula_of(gate.row.symbol or gate.statistic, gate.reduce, is_log=gate.row.is_log)
     return f"{low}{' <= ' if low else ''}{value}{' <= ' if high else ''}{high}"
 
 
 def formula_of(symbol: str, reduce: str, *, is_log: bool) -> str:
-    """A number of a token, or what a reduction makes of it; of logarithms it is that of what they are of."""
+    """Formula of a statistic of a token after a reduction; for logarithms, the formula of their argument."""
     if reduce == "token":
         return symbol
     if reduce in OF_SEGMENTS:
@@ -150,7 +152,7 @@ def formula_of(symbol: str, reduce: str, *, is_log: bool) -> str:
 
 
 def _kept(law: GaussianLaw, gates: Iterable[Gate]) -> tuple[float, float]:
-    """Shares of tokens and of responses that pass filters, in [0, 1]; NaN if the law does not know one of them."""
+    """Shares of tokens and responses that pass filters, in [0, 1]; NaN if the approximation lacks a filter."""
     token = product = EVERYTHING
     others = 1.0
     for gate in gates:
@@ -164,7 +166,7 @@ def _kept(law: GaussianLaw, gates: Iterable[Gate]) -> tuple[float, float]:
             others *= accepted
     share = law.of_level("token").between(*token)
     of_responses = law.of_level("sequence").between(*product) * others
-    # A response is kept if a token of it is left.
+    # A response is kept if at least one of its tokens is kept.
     has_token = float(1.0 - min(max(1.0 - share, 0.0), 1.0) ** law.length)
     return share * of_responses, has_token * of_responses
 
@@ -173,19 +175,19 @@ def _common(first: Interval, second: Interval) -> Interval:
     return max(first[0], second[0]), min(first[1], second[1])
 
 
-# --- traps: what speaks against a configuration, on measured data or by the Gaussian law
+# --- traps: known pitfalls of configurations, on measured data or in the Gaussian approximation
 
 
 MIN_LEARNING_RATE = 0.9
 MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0
 FEW_SEQUENCES_ESS = 0.2
-"""Effective share of products of ratios below which a few responses decide.
+"""If the effective sample size of products of ratios is below this share, a few responses dominate.
 
-By the Gaussian law it is exp(-s^2), with s the standard deviation of the log of a product, and the heaviest Phi(-s) of
-the responses have half of all weight: a tenth of them at 0.19, a fifth at 0.5, one in fifteen at 0.1.
+In the Gaussian approximation it is exp(-s^2), with s the standard deviation of the log of a product. Then the share
+Phi(-s) of the responses has half of all weight: a tenth of them at 0.19, a fifth at 0.5, one in fifteen at 0.1.
 """
 HARMLESS_K3 = 1e-3
-"""Up to here no study found a correction better than none, or worse."""
+"""Up to this k3, no study found a correction better or worse than no correction."""
 COST_OF_GATES = (
     "filters on sequences with bounds of 1 % lowered the reward by 0.08 to 0.28 at a staleness of 1 or 2 steps"
 )
@@ -202,7 +204,7 @@ TrapName = Literal[
 
 
 class Trap(NamedTuple):
-    """A warning: its name, stable for programs, and what it says."""
+    """A warning: its name, a stable identifier, and its text."""
 
     name: TrapName
     text: str
@@ -210,18 +212,19 @@ class Trap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """Data on which a configuration is judged; NaN or None if unknown.
+    """Data for which a configuration is checked; NaN or None if unknown.
 
     Attributes:
         k3: Mismatch per token, in nats.
         length: Mean tokens of a response.
-        ess_sequence: Effective share of products of ratios; measured, or by the Gaussian law.
-        k_hat: Of the same.
-        kept_tokens: Share that stays in the mask.
-        kept_sequences: The same of responses.
-        learning_rate: Mean of what multiplies the loss, measured.
+        ess_sequence: Effective sample size of products of ratios as a share, measured or from the Gaussian
+            approximation.
+        k_hat: Pareto k-hat of products of ratios.
+        kept_tokens: Share of tokens that stay in the mask.
+        kept_sequences: The same for responses.
+        learning_rate: Measured mean of the factor on the loss.
         is_stale: Whether responses were sampled with weights of an earlier step.
-        num_sequences: Responses in a call, on all ranks over which is normalised.
+        num_sequences: Responses per call, over all ranks of the normalization.
     """
 
     k3: float
@@ -236,7 +239,7 @@ class Circumstances:
 
 
 def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | None = None) -> Iterator[Trap]:
-    """The traps that ``config``, beside a method, falls into under these circumstances."""
+    """The pitfalls of ``config``, combined with a method, for this data."""
     gates, weight = config.all_gates.values(), config.weight
     products = any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in gates)
     products = products or (weight is not None and weight.level == "sequence")
@@ -248,7 +251,8 @@ def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | No
         yield Trap(
             "hopeless_sequences",
             f"products of ratios over {found.length:.0f} tokens have an effective sample size of "
-            f"{found.ess_sequence:.2g} of the batch: a few sequences decide{tail}; use {advice}, or shorter responses",
+            f"{found.ess_sequence:.2g} of the batch: a few sequences dominate{tail}; use {advice}, or shorter "
+            "responses",
         )
     removed = 1.0 - min(found.kept_tokens, found.kept_sequences)
     if removed > config.max_reject_fraction:
@@ -267,14 +271,14 @@ def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | No
             "first, and runs collapsed earlier; wider bounds were not tested",
         )
     bands = any(gate.statistic == "ratio" and gate.reduce in ("sum", "mean") for gate in gates)
-    # With stale weights they cost more, which ``stale_gates`` says.
+    # With stale weights they cost more; ``stale_gates`` reports this.
     if bands and found.k3 > HARMLESS_K3 and not found.is_stale:
         yield Trap(
             "costly_gates",
             f"{COST_OF_GATES} and raised it nowhere: above k3 {HARMLESS_K3:g} use mis, unless the filter is for a few "
             "invalid responses",
         )
-    # How many a call has is not always known: then a micro-batch may have one, and all ranks together hardly.
+    # The number of sequences per call may be unknown. Then a micro-batch may have one; all ranks together rarely do.
     is_single = found.num_sequences == 1 or (found.num_sequences is None and config.scope == "micro_batch")
     if is_single and config.normalize_over is not None and weight is not None and weight.level != "token":
         yield Trap(
@@ -285,8 +289,8 @@ def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | No
     if found.learning_rate < MIN_LEARNING_RATE:
         yield Trap(
             "low_learning_rate",
-            f"multiplies the gradient by {found.learning_rate:.2g} on average: with SGD the step too; with Adam, or "
-            "where the norm is clipped, a factor that stays the same cancels",
+            f"multiplies the gradient by {found.learning_rate:.2g} on average: with SGD also the step; with Adam, or "
+            "if the norm is clipped, a constant factor cancels",
         )
 
 
@@ -296,10 +300,10 @@ def gates_sequences(config: CorrectionConfig) -> bool:
 
 
 def _length_bias(name: str, gate: Gate, found: Circumstances) -> Iterator[Trap]:
-    # No response is shorter than a token.
+    # A response has at least one token.
     shorter, longer = max(1.0, SHORTER * found.length), LONGER * found.length
     short, expected, long = (GaussianLaw(found.k3, each).acceptance(gate) for each in (shorter, found.length, longer))
-    # Where the law expects fewer responses than were kept, it does not describe these.
+    # If the approximation expects fewer responses than were kept, it does not describe this data.
     if expected > found.kept_sequences - MAX_LENGTH_BIAS and abs(short - long) > MAX_LENGTH_BIAS:
         side = "long" if short > long else "short"
         yield Trap(
@@ -327,7 +331,7 @@ class Step(NamedTuple):
 
 
 def steps_of(config: CorrectionConfig, loss: LossSettings | None = None) -> tuple[Step, ...]:
-    """List the steps in their order. Filters read the original mask, so their own order does not matter."""
+    """List the steps in order. All filters use the original mask, so their order does not matter."""
     steps = [] if config.metrics_only and loss is not None and loss.method is not None else [*_steps(config)]
     if loss is not None and loss.method is not None:
         row = find_method(loss.method.name)
@@ -378,11 +382,11 @@ class Explanation:
     """Steps of a configuration, and values expected in the Gaussian approximation.
 
     Attributes:
-        steps: In their order.
-        effect: Expected at the k3 and the length that were asked for.
-        at_lengths: The same at other lengths, the one asked for among them.
-        traps: What speaks against it there.
-        notes: What reading the configuration warned of, and what is not known.
+        steps: Steps in order.
+        effect: Expected effect at the given k3 and length.
+        at_lengths: The same at several lengths, including the given one.
+        traps: Its pitfalls at this k3 and length.
+        notes: Warnings from reading the configuration, and unknown values.
     """
 
     steps: tuple[Step, ...]
@@ -393,11 +397,11 @@ class Explanation:
 
     @property
     def is_known(self) -> bool:
-        """True if the law knows what each filter keeps, so that an empty list of warnings means none."""
+        """True if the approximation has values for all filters, so that an empty list of warnings means no warning."""
         return not any(map(math.isnan, (self.effect.kept_tokens, *self.effect.accepted.values())))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON: NaN is None."""
+        """Return all content for JSON, with None for NaN."""
         content: dict[str, Any] = to_jsonable(self)
         return {"format": 2} | content
 
@@ -419,25 +423,25 @@ def explain_config(
         k3: Mismatch per token, in nats, in [0, 10].
         length: Tokens of a response, in [1, 1e7].
         is_stale: Whether responses are sampled with weights of an earlier step.
-        num_sequences: Responses over which the weights of one call are normalised, if known; 1 or more.
-        said: Warnings that reading the configuration gave.
-        loss: The whole loss, where the configuration is used in one.
+        num_sequences: Responses over which one call normalizes the weights, if known; 1 or more.
+        said: Warnings from reading the configuration.
+        loss: The full policy loss, if the configuration is used in one.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: If a number is out of range.
     """
     check_number("k3", k3, low=0.0, high=MAX_K3)
     check_number("length", length, low=1.0, high=MAX_LENGTH)
     if num_sequences is not None:
         check_number("num_sequences", num_sequences, low=1.0, high=math.inf, open_high=True)
     method = None if loss is None or loss.method is None else objective_of(loss).method
-    # At the first update a method that the hook can do too is that configuration of the hook.
+    # At the first update, a method that the hook can express equals that configuration of the hook.
     equivalent = None if method is None else equivalent_correction(config, method)
     judged, unknown = (config, method) if equivalent is None else (equivalent, None)
 
     def expected(length: float) -> Effect:
         found = effect_of(judged, k3=k3, length=length)
-        # The law does not have these for a method outside of the hook.
+        # The approximation has no values for a method outside of the hook.
         return found if unknown is None else replace(found, kept_tokens=math.nan, kept_sequences=math.nan)
 
     effect = expected(length)
@@ -453,7 +457,9 @@ def explain_config(
     )
     notes = [*said]
     if unknown is not None:
-        notes.append("the law has no prediction for this method: mis-ext report --method measures it on a dump")
+        notes.append(
+            "the Gaussian approximation does not cover this method: mis-ext report --method measures it on a dump"
+        )
     return Explanation(
         steps=steps_of(config, loss),
         effect=effect,

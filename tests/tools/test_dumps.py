@@ -195,7 +195,7 @@ def test_an_integer_may_be_a_string(tmp_path) -> None:
 def test_log_probs_that_are_no_list_are_an_obstacle(tmp_path) -> None:
     values = torch.ones(2, 2)
     torch.save({"log_probs": [values], "rollout_log_probs": [values - 1.0]}, tmp_path / "7.pt")
-    assert read(tmp_path / "7.pt")[0].obstacle == "lists of other lengths: log_probs 2 x 2, rollout_log_probs 2 x 2"
+    assert read(tmp_path / "7.pt")[0].obstacle == "lists of different lengths: log_probs 2 x 2, rollout_log_probs 2 x 2"
 
 
 def test_an_advantage_may_be_null(tmp_path) -> None:

@@ -192,8 +192,8 @@ def test_a_gate_that_the_law_does_not_know_leaves_dashes_and_no_all_clear(tmp_pa
     for label in ("tokens kept", "responses kept"):
         (row,) = [line for line in shown.splitlines() if label in line]
         assert row.count(" - ") == 4, row
-    assert "Nothing speaks against it" not in shown
-    assert "Not known: what speaks against it at 2,048 tokens" in shown
+    assert "No known pitfalls" not in shown
+    assert "Pitfalls unknown at 2,048 tokens" in shown
     assert main(["explain", str(path), "--json"]) == 0
     effect = json.loads(capsys.readouterr().out)["effect"]
     assert [effect[name] for name in ("kept_tokens", "kept_sequences")] == [None] * 2

@@ -74,7 +74,7 @@ def test_the_advice_is_for_the_configuration_and_the_method(config, name, advice
     found = Circumstances(k3=0.1, length=64, ess_sequence=0.01, kept_tokens=1.0, kept_sequences=1.0)
     (trap,) = traps_of(config, found, METHODS[name].method)
     assert trap.name == "hopeless_sequences"
-    assert f"few sequences decide; {advice} shorter responses" in trap.text
+    assert f"few sequences dominate; {advice} shorter responses" in trap.text
 
 
 def test_traps_of_a_method_reach_the_explanation() -> None:
@@ -117,7 +117,7 @@ def test_a_method_beside_a_correction_is_one_more_step_and_is_shown(tmp_path, ca
     for words in (
         "Parameters: delta=0.1",
         "│ tokens kept",
-        "Not known: what speaks against it",
+        "Pitfalls unknown at",
     ):
         assert words in shown, words
 

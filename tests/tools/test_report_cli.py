@@ -144,7 +144,7 @@ def test_the_page_and_the_terminal_say_shares_doubts_and_what_is_unexplained(low
     alternatives = "; ".join(found["alternatives"])
     page = (low_precision / "report.html").read_text()
     shown = (low_precision.parent / "terminal.txt").read_text()
-    assert f"<p>Explains up to 100 % of k3.</p><p>Could not be told from: {alternatives}.</p>" in page
+    assert f"<p>Explains up to 100 % of k3.</p><p>The same evidence fits: {alternatives}.</p>" in page
     assert "explains up to 100 % of k3\n" in shown
     assert f"{found['confidence']}: {found['title']}" in " ".join(shown.split())
     for text in (page, shown):
@@ -273,7 +273,7 @@ def test_what_is_not_used_is_said(tmp_path) -> None:
     assert (report.summary.overall.num_tokens, report.summary.overall.num_without_ratio) == (3, 1)
     assert len(report.skipped) == 2
     lengths, missing = report.skipped
-    assert "its sample 1: lists of other lengths: log_probs 1, rollout_log_probs 2" in lengths
+    assert "its sample 1: lists of different lengths: log_probs 1, rollout_log_probs 2" in lengths
     assert "its sample 2: no log-probs of the trainer: 'log_probs' is missing" in missing
 
 

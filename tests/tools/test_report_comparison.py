@@ -136,7 +136,7 @@ def test_without_a_mismatch_in_a_run_its_k3_is_compared_by_its_difference(tmp_pa
         f"k3 of A is {found.first:.3g} per token, that of B 0 (95 %"
     )
     assert numbers(side_by_side(exact, runs[0]))["k3"].change == -found.change
-    assert side_by_side(exact, exact).headline == "k3 of A is that of B: 0 per token."
+    assert side_by_side(exact, exact).headline == "k3 is equal in A and B: 0 per token."
     # One token of 2,400 samples' tokens may be chance.
     rows = rows_of(6, spread=0.0)
     rows[0]["log_probs"][0] -= 3.0

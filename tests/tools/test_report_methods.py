@@ -130,7 +130,7 @@ def test_without_advantages_what_looks_at_them_is_refused_and_nothing_else(name)
     if method.needs_state_values:
         return
     if looks_at_advantages(method):
-        with pytest.raises(ValueError, match=r"looks at the advantages, and .* tokens of step 0 have none"):
+        with pytest.raises(ValueError, match=r"needs advantages, but .* tokens of step 0 have none"):
             outcome_of(NO_CORRECTION, drawn(advantages=False), method)
     else:
         found, wanted = (outcome_of(NO_CORRECTION, drawn(advantages=known), method) for known in (False, True))
@@ -141,7 +141,7 @@ def test_without_advantages_what_looks_at_them_is_refused_and_nothing_else(name)
 def test_one_trained_token_without_an_advantage_is_enough() -> None:
     values = [torch.full((2,), -1.0)] * 2
     part = Part.of_lists(proximal=values, behavior=values, advantages=[torch.ones(2), None])
-    with pytest.raises(ValueError, match="and 2 trained tokens of step 0 have none"):
+    with pytest.raises(ValueError, match="but 2 trained tokens of step 0 have none"):
         outcome_of(NO_CORRECTION, part, METHODS["topr"].method)
     masked = Part.of_lists(
         proximal=values, behavior=values, advantages=[torch.ones(2), None], masks=[torch.ones(2), torch.zeros(2)]
@@ -152,8 +152,8 @@ def test_one_trained_token_without_an_advantage_is_enough() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("grpo_k3", "method grpo_k3: it compares with the reference policy, whose log-probs a dump does not hold"),
-        ("drift_control", "method drift_control: it weighs the values of states, which a dump does not hold"),
+        ("grpo_k3", "method grpo_k3: it needs log-probs of the reference policy, which a dump does not have"),
+        ("drift_control", "method drift_control: it needs state values, which a dump does not have"),
         ("dppo_tw", "no method 'dppo_tw' (did you mean 'dppo_tv'"),
     ],
 )
@@ -205,7 +205,7 @@ def test_methods_are_ranked_beside_configurations_with_their_traps_and_notes(tmp
     ranking = {each["name"]: each for each in found["ranking"]}
     assert {*ranking} == {"none", "mis", str(own), *(f"method {name}" for name in methods)}
     assert any("penalty" in note for note in ranking["method kimi_k2_5"]["notes"])
-    assert any("all tokens of a batch" in note for note in ranking["method m2po"]["notes"])
+    assert any("statistics of the batch" in note for note in ranking["method m2po"]["notes"])
     assert not any("penalty" in note for note in ranking["method aipo"]["notes"])
     # As measured, whatever the Gaussian law expects at this k3.
     is_hopeless = document["summary"]["overall"]["ess_sequence"] < 0.2

@@ -23,9 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Returns:
-        The exit code: 0 passed, 1 did not, 2 wrong usage or unreadable input, 130 interrupted, 141 nobody reads on.
+        The exit code: 0 passed, 1 failed, 2 wrong usage or unreadable input, 130 interrupted, 141 the output pipe was
+            closed.
     """
-    # torch says so at its import. Nothing here needs NumPy.
+    # torch warns at its import. Nothing here needs NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     parser = argparse.ArgumentParser(
         prog="mis-ext",
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whatever is still to be flushed at the end has no reader either.
+        # The reader of stdout is gone: discard what Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -73,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    """Run a command and print its result, for people or for programs; the exit code."""
+    """Run a command, print its result as text or JSON, and return the exit code."""
     if not parsed.json:
-        # Before the work: the result is shown with it.
+        # Check before the work, because the result needs these packages.
         require(*parsed.shown_with, to_show=True)
     result: Result = parsed.run(parsed)
     if parsed.json:

@@ -21,7 +21,7 @@ _FORMAT = (
     'One call per line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}. Optional keys: '
     '"request_id", "text" (the text that the agent kept), "choice". Formats: sglang (/generate), '
     "sglang-chat, sglang-completions, vllm (/inference/v1/generate), vllm-chat, vllm-completions. Calls of one "
-    "conversation are in order, and calls of others may be in between. Several files are read as one."
+    "conversation are in order; calls of other conversations may be in between. Several files are read as one."
 )
 
 
@@ -93,14 +93,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
         else:
             from_file: Any = transformers.PreTrainedTokenizerFast
             tokenizer = from_file(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
-    # Of a broken file the library raises no narrower class.
+    # The library raises no narrower class for a broken file.
     except Exception as error:
         raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
     return cast("Tokenizer", tokenizer)
 
 
 def _show_report(report: Mapping[str, Any]) -> None:
-    """Print a report of :class:`~mis_ext.rollout.rollout_log.LogReport`: verdict, counts and tables."""
+    """Print verdict, counts and tables of a :class:`~mis_ext.rollout.rollout_log.LogReport`."""
     passed, policy = report["passed"], report["policy"]
     show("PASSED" if passed else "FAILED", "bold green" if passed else "bold red")
     show_grid(_rows(report))

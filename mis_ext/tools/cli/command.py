@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Result(NamedTuple):
     """Result of a command.
 
-    ``content`` is all of it, as :func:`~mis_ext.files.to_jsonable` takes it. ``show`` prints it for people. ``code``
-    is the exit code.
+    ``content`` is the input of :func:`~mis_ext.files.to_jsonable`. ``show`` prints it as text. ``code`` is the exit
+    code.
     """
 
     content: Any
@@ -30,11 +30,11 @@ class Result(NamedTuple):
 
 
 def require(*modules: str, to_show: bool = False) -> None:
-    """Say what to install, all at once, before any work is done.
+    """Raise an error that names all missing packages.
 
     Args:
-        *modules: Their names, which are those of their packages too.
-        to_show: Whether the command can print JSON without those that draw.
+        *modules: Names of modules, which are also the names of their packages.
+        to_show: Whether the command needs them only for text output, not for JSON.
     """
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
@@ -42,7 +42,7 @@ def require(*modules: str, to_show: bool = False) -> None:
         raise OSError(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}{instead}")
 
 
-# What follows takes texts as they are: names of files may hold what rich would read as markup, or a terminal obey.
+# These functions print texts literally: a file name may contain rich markup or terminal control characters.
 
 
 def show(text: str, style: str = "") -> None:
@@ -51,7 +51,7 @@ def show(text: str, style: str = "") -> None:
 
 
 def show_grid(rows: Iterable[tuple[str, str]], *, gap: int = 2, style: str = "dim", text_style: str = "") -> None:
-    """Print names and texts in two columns: longer texts go on below where they begin."""
+    """Print names and texts in two columns. Long texts wrap within their column."""
     from rich.table import Column, Table
 
     grid = Table.grid("", Column(overflow="fold"), padding=(0, gap))
@@ -69,7 +69,7 @@ def show_table(
     name: str = "",
     **options: Any,
 ) -> None:
-    """Print a table of names and numbers; on a narrow terminal cells go on in the next line."""
+    """Print a table of names and numbers. On a narrow terminal, cells wrap."""
     from rich.table import Column, Table
 
     first, *others = titles

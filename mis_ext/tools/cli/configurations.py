@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mis_ext.tools.explain import Explanation
 
 _DEFAULT = "mis"
-"""The preset to take first."""
+"""The preset that is listed first."""
 _NUMBERS = {
     "ess_token": "ESS of token ratios",
     "ess_sequence": "ESS of their products",
@@ -88,7 +88,7 @@ def _find_configuration(name: str) -> Configuration:
 
     if Path(name).suffix in (".yaml", ".yml"):
         return read_file(name)
-    # Before the folder: one called mis would hide the preset. A file of that name is ./mis.
+    # Presets before paths: a folder named mis would hide the preset. For a file of that name pass ./mis.
     if name in list_presets():
         return read_file(preset_path(name))
     if name in METHODS:
@@ -113,7 +113,7 @@ def _show_explanation(name: str, about: Mapping[str, str], found: Explanation) -
     show(SYMBOLS if not about else f"{SYMBOLS} In the formula of the method: {METHOD_SYMBOLS}", "dim")
     if about:
         show_grid([(f"{title}:", text) for title, text in about.items()], gap=1, style="bold")
-    title("Steps in their order. (The order of gates does not matter: each looks at the original mask.)")
+    title("Steps in order. (The order of gates does not matter: each gate uses the original mask.)")
     show_grid([(f"{step.name}:", step.formula) for step in found.steps], gap=1)
     title(f"Expected at k3 {found.effect.k3:g} per token")
     lengths = (f"T = {each.length:,.0f}" for each in found.at_lengths)
@@ -121,8 +121,8 @@ def _show_explanation(name: str, about: Mapping[str, str], found: Explanation) -
     rows |= {f"kept by {name}": [each.accepted[name] for each in found.at_lengths] for name in found.effect.accepted}
     show_table(("", *lengths), ((label, *map(_percent, each)) for label, each in rows.items()), numbers_right=True)
     show(LIMITS, "dim")
-    known = "What" if found.traps else "Nothing" if found.is_known else "Not known: what"
-    title(f"{known} speaks against it at {found.effect.length:,.0f} tokens")
+    known = "Pitfalls" if found.traps else "No known pitfalls" if found.is_known else "Pitfalls unknown"
+    title(f"{known} at {found.effect.length:,.0f} tokens")
     if found.traps:
         lines([trap.text for trap in found.traps], "yellow")
     if found.notes:
@@ -166,14 +166,14 @@ def add_listings(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     methods.add_argument(
         "--yaml",
         action="store_true",
-        help="print a file that runs NAME: with the hook if it can, else with the full policy loss",
+        help="print a file that runs NAME: with the hook if possible, else with the full policy loss",
     )
     convert = subparsers.add_parser(
         "convert",
         help="convert the options of another framework to a YAML file with the same weights and masks",
         description="Read a configuration of verl: the .hydra/config.yaml of a run, the output of its command with "
         "--cfg job, or its rollout_correction alone. Print a YAML file with the same weights and masks. "
-        "Options without a counterpart raise an error.",
+        "Options without an equivalent raise an error.",
     )
     convert.add_argument("framework", choices=("verl",), help="the framework of the options")
     convert.add_argument("file", metavar="FILE", help="its configuration, as YAML")
@@ -183,7 +183,7 @@ def add_listings(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def run_presets(arguments: argparse.Namespace) -> Result:
-    """The list, or one file."""
+    """List the presets, or print one file."""
     from mis_ext.files import hanging, list_presets, preset_remarks, preset_text
 
     if arguments.name is not None:
@@ -204,7 +204,7 @@ def run_presets(arguments: argparse.Namespace) -> Result:
 
 
 def run_keys(parsed: argparse.Namespace) -> Result:
-    """One key, or all."""
+    """Describe one key, or all keys."""
     from mis_ext.files import hanging
     from mis_ext.keys.rows import ROWS, described
     from mis_ext.validation import check_known
@@ -223,7 +223,7 @@ def run_keys(parsed: argparse.Namespace) -> Result:
 
 
 def run_schema(_: argparse.Namespace) -> Result:
-    """The schema."""
+    """Print the schema."""
     from mis_ext.keys.rows import json_schema
 
     schema = json_schema()
@@ -231,7 +231,7 @@ def run_schema(_: argparse.Namespace) -> Result:
 
 
 def run_methods(arguments: argparse.Namespace) -> Result:
-    """The list, or one method with the file that runs it."""
+    """List the methods, or describe one method with the file that runs it."""
     from mis_ext.methods import METHODS, find_method
     from mis_ext.methods.catalogue import describe_method, list_methods, method_facts
     from mis_ext.methods.published import SYMBOLS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mis-ext audit`` and ``mis-ext diff``: are trainer and engine equal bit for bit, and where do they first differ?"""
+"""``mis-ext audit`` and ``mis-ext diff``: are trainer and engine bitwise equal, and where do they first differ?"""
 
 from __future__ import annotations
 
@@ -41,23 +41,24 @@ def add_audit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="files that the engine's side wrote before training (--save-debug-rollout-data of slime and Miles). They "
-        "show that the rollout log-probs are the engine's",
+        help="files that the engine side wrote before training (--save-debug-rollout-data of slime and Miles). They "
+        "show that the rollout log-probs come from the engine",
     )
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="also read .pt files that hold more than tensors. Such a file can run any code: use only files you trust",
+        help="also read .pt files that contain more than tensors. Such a file can run any code: use only files you "
+        "trust",
     )
     parser.set_defaults(run=run_audit, shown_with=("rich",))
 
 
 def run_audit(parsed: argparse.Namespace) -> Result:
-    """Audit the files; the exit code is 0 if they passed, else 1."""
+    """Audit the files. The exit code is 0 if they passed, else 1."""
     from mis_ext.onpolicy.audit.log_probs import audit_dumps
     from mis_ext.tools.dumps import Dumps
 
-    # What cannot be used has a verdict of its own here.
+    # Do not skip unusable samples: the audit has a verdict for them.
     options: dict[str, Any] = {"trust_pickle": parsed.trust_pickle, "need_tokens": False, "watch": watch}
     records = Dumps(parsed.engine_records, **options) if parsed.engine_records else None
     report = audit_dumps(Dumps(parsed.files, **options), engine_records=records)
@@ -88,15 +89,15 @@ def add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--map",
         metavar="FILE",
         type=Path,
-        help="YAML or JSON file: names of modules in A, and their names in B. {layer} matches one part of a name",
+        help="YAML or JSON file: names of modules in A and their names in B. {layer} matches one part of a name",
     )
     parser.add_argument(
         "--allow",
         metavar="PATTERN",
         action="append",
         default=[],
-        help="modules that may be on one side only, or have other rows, dtypes, or sizes there; values that both have "
-        "must still be equal. Repeatable",
+        help="modules that may be on one side only, or may have different rows, dtypes, or sizes; values that both "
+        "sides have must still be equal. Repeatable",
     )
     for side, what in {"": "SGLang request", "-a": "SGLang request of A", "-b": "SGLang request of B"}.items():
         parser.add_argument(
@@ -106,7 +107,7 @@ def add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run_diff(arguments: argparse.Namespace) -> Result:
-    """Compare the recordings; the exit code is 0 if they are equal, else 1."""
+    """Compare the recordings. The exit code is 0 if they are equal, else 1."""
     requests_a, requests_b = (own or arguments.request for own in (arguments.request_a, arguments.request_b))
     if len(requests_a or ()) != len(requests_b or ()) and arguments.a.is_dir() and arguments.b.is_dir():
         raise ValueError(f"give as many requests of A as of B, got {requests_a} and {requests_b}")

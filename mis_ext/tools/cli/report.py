@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mis-ext report``: look at a run, choose a configuration with data."""
+"""``mis-ext report``: inspect a run, and choose a configuration from its data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         nargs="+",
         type=Path,
         metavar="PATH",
-        help="another run to compare with: A is PATH, B is this run; the advice is for A",
+        help="another run for comparison: A is PATH, B is this run; the advice is for A",
     )
     parser.add_argument(
         "--config",
@@ -65,17 +65,17 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         action="append",
         default=[],
         metavar="NAME",
-        help="evaluate this published method with its defaults at the first update; repeatable",
+        help="evaluate this published method with its defaults, at the first update; repeatable",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help=f"where to write; default {_OUT}. An existing report is replaced. With --json, nothing is written "
-        "unless it is given",
+        help=f"output directory; default {_OUT}. An existing report is replaced. With --json, nothing is written "
+        "unless this is given",
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="the tokenizer: shows the worst tokens with their text"
+        "--tokenizer", type=Path, metavar="PATH", help="the tokenizer, to show the text of the worst tokens"
     )
     parser.add_argument(
         "--worst", type=int, default=30, metavar="N", help="number of tokens and samples to list; default %(default)d"
@@ -83,13 +83,14 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="also read .pt files that hold more than tensors. Such a file can run any code: use only files you trust",
+        help="also read .pt files that contain more than tensors. Such a file can run any code: use only files you "
+        "trust",
     )
     parser.set_defaults(run=run, shown_with=("rich", "jinja2"))
 
 
 def run(parsed: argparse.Namespace) -> Result:
-    """Make the report of the files, and write it."""
+    """Make and write the report of the files."""
     out = _OUT if parsed.out is None and not parsed.json else parsed.out
     if out is not None:
         require("jinja2")
@@ -127,14 +128,14 @@ def _report(parsed: argparse.Namespace) -> Report:
     dumps, other = (Dumps(each, trust_pickle=parsed.trust_pickle, watch=watch) for each in (paths, others))
     with _pool() as pool:
         options: dict[str, Any] = {"num_worst": parsed.worst, "pool": pool}
-        # Before the run itself, which takes longer: a file that cannot be read is found sooner.
+        # Read this before the run itself, which takes longer, so that an unreadable file is found early.
         against = read_findings(other, Collector(**options), sources=map(str, others)) if others else None
         return make_report(dumps, candidates, sources=map(str, paths), against=against, **options)
 
 
 @contextmanager
 def _pool() -> Iterator[ThreadPoolExecutor]:
-    """A thread per core; torch's own, of which many are slower than one here, are switched off meanwhile."""
+    """Make a pool with one thread per core. torch uses one thread meanwhile: more are slower here."""
     import torch
 
     num_threads = torch.get_num_threads()
@@ -170,7 +171,7 @@ def _with_text(report: Report, path: Path) -> Report:
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of ids; the ids as they are where one, as -100 for an image, is none of a tokenizer."""
+    """Decode ids; return them as numbers if one is not a token id, such as -100 for an image."""
     if find_illegal_id([*ids]) is not None:
         return " ".join(map(str, ids))
     text: str = tokenizer.decode([*ids])
@@ -180,7 +181,7 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
 def _write(report: Report, folder: Path, *, run: str) -> None:
     from mis_ext.tools.report.page import render_page
 
-    # Before anything is written: what cannot be shown leaves nothing behind.
+    # Render before writing, so that an error leaves no files.
     summary, page = json.dumps(report.to_dict(), allow_nan=False), render_page(report, run=run)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "summary.json", f"{summary}\n")
@@ -188,7 +189,7 @@ def _write(report: Report, folder: Path, *, run: str) -> None:
 
 
 def _show_report(report: Report, folder: Path) -> None:
-    """Print the recommendation, the causes and the numbers; another run beside this one; the ranking."""
+    """Print recommendation, causes, numbers, the comparison with another run, and the ranking."""
     _show_causes(report)
     _show_numbers(report)
     if report.against is not None:
@@ -223,7 +224,7 @@ def _show_numbers(report: Report) -> None:
     overall = report.summary.overall
     tokens = f"{overall.num_tokens:,} of {overall.num_sequences:,} responses"
     show_grid([("tokens", tokens), *((name, number(getattr(overall, name))) for name in _NUMBERS)])
-    show("  What each number means, and when to worry: report.html", "dim")
+    show("  What each number means, and which values are too high: report.html", "dim")
 
 
 def _show_comparison(report: Report, found: SideBySide) -> None:
@@ -237,7 +238,7 @@ def _show_comparison(report: Report, found: SideBySide) -> None:
     show_table(NUMBERS, map(number_cells, found.numbers))
     show("  change: x is A / B, + and - A - B", "dim")
     show_table(CAUSES, map(cause_cells, found.causes))
-    show("  What the intervals are: report.html. What follows is of A alone.", "dim")
+    show("  report.html explains the intervals. The following is for A only.", "dim")
 
 
 def _show_ranking(found: Recommendation) -> None:
@@ -253,8 +254,8 @@ def _show_ranking(found: Recommendation) -> None:
     titles = ["configuration", "kept", "ESS", "mean", "left", *(["pitfalls"] if has_pitfalls else [])]
     show_table(titles, rows, styles=styles, name="what each configuration would do, the best first")
     show(
-        "  kept: share of tokens. ESS, mean: effective size and mean of the factor on the gradient, which is 1 "
-        "without a correction. left: the mean distance of this factor from the ratio",
+        "  kept: share of tokens. ESS, mean: effective sample size and mean of the factor on the gradient, which is "
+        "1 without a correction. left: mean distance of this factor from the ratio",
         "dim",
     )
     if has_pitfalls:

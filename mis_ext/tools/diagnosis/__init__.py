@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table of causes of a mismatch: the report and the audit ask it.
+"""The table of causes of a mismatch, which the report and the audit use.
 
-:class:`Gathering` keeps tokens, :func:`diagnose` names the causes in ``CAUSES`` that they point to, each with the share
-of k3 that it explains. Begin with ``table.py``; ``thresholds.py`` has every number.
+:class:`Gathering` collects tokens. :func:`diagnose` returns the causes in ``CAUSES`` which match them, each with the
+share of k3 that it explains. Start with ``table.py``; ``thresholds.py`` has all limits.
 """
 
 from mis_ext.tools.diagnosis.cause import Cause, Diagnosis

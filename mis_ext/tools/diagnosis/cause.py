@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causes: their rows, the input of their rules, and findings."""
+"""Causes: rows of the table, the input of rules, and their results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Confidence = Literal["certain", "likely", "possible"]
 
 @dataclass(frozen=True, eq=False)
 class Left:
-    """The tokens that earlier causes leave to a rule.
+    """The tokens that earlier causes did not explain: the input of a rule.
 
     Attributes:
-        tokens: Those that no cause before has taken out.
-        whole: All of them.
-        explained: Share of the k3 of ``tokens`` that causes before explain.
-        found: Their names.
+        tokens: The tokens that no earlier cause has removed.
+        whole: All tokens.
+        explained: Share of the k3 of ``tokens`` that earlier causes explain.
+        found: Names of the earlier causes.
     """
 
     tokens: Evidence
@@ -35,12 +35,12 @@ class Left:
 
     @property
     def k3(self) -> float:
-        """Per token, without what is explained."""
+        """Mean per token, without the explained share."""
         return self.tokens.k3 * (1.0 - self.explained)
 
     @cached_property
     def powers(self) -> tuple[Power, Power]:
-        """Of the engine's distribution the trainer's, and the reverse: each as if the former had sampled."""
+        """The trainer's distribution as a power of the engine's, and the reverse; each as if the base had sampled."""
         tokens = self.tokens
         return Power.of(tokens.engine_T, tokens.trainer_T), Power.of(tokens.trainer_T, tokens.engine_T)
 
@@ -53,14 +53,14 @@ class Cause:
     """A row of the table.
 
     Attributes:
-        name: Stable for programs.
-        title: What it is.
-        looks_like: What shows it, for the documentation.
-        rule: What is found.
+        name: Stable identifier.
+        title: Short description.
+        looks_like: Its symptoms, for the documentation.
+        rule: The function that looks for it.
         advice: What to do.
-        is_fault: Whether it is a mistake to repair first, which no configuration corrects.
-        is_setting: Whether it is the same in all steps: the steps before a change must show it, too.
-        is_shape: Whether it is a place or a tail: where k3 changes over steps, it must have nearly all of it.
+        is_fault: Whether it is a bug to fix first, which no configuration corrects.
+        is_setting: Whether it is equal in all steps. If k3 changes, the steps before the change must show it too.
+        is_shape: Whether it is a position or a tail. If k3 changes over steps, it must have nearly all of k3.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Cause:
     is_shape: bool = False
 
     def found(self, *, taken_T: Tensor | None = None, **result: Any) -> Found:
-        """What its rule found; what that does not say is what the row says."""
+        """Return the result of the rule. Fields that it does not give come from the row."""
         row = {"cause": self.name, "title": self.title, "advice": self.advice, "is_fault": self.is_fault}
         fields: dict[str, Any] = {**row, "takes_out": taken_T is not None, **result}
         made = Diagnosis(**fields)
@@ -81,7 +81,7 @@ class Cause:
 
 
 def cause(**row: Any) -> Callable[[Rule], Cause]:
-    """A rule with its row: the other fields of :class:`Cause`."""
+    """Decorator that makes a :class:`Cause` from a rule; ``row`` gives its other fields."""
     return lambda rule: Cause(rule=rule, **row)
 
 
@@ -90,20 +90,20 @@ class Diagnosis:
     """A likely cause.
 
     Attributes:
-        cause: Its name, stable for programs.
-        confidence: How sure the evidence makes it.
-        title: What it is.
-        evidence: What was measured.
+        cause: Its name, a stable identifier.
+        confidence: How strong the evidence is.
+        title: Short description.
+        evidence: The measurements.
         advice: What to do.
-        is_fault: Whether it is a mistake to repair first, which no configuration corrects.
-        k3_share: Of the k3 of the tokens that were left when it was looked for, that it explains; NaN where that is not
-            known. What explains all, and not up to all, ends the search.
-        takes_out: Whether what follows was looked for without its tokens.
-        is_pattern: Whether so many tokens show it that a run should stop.
-        alternatives: What would look the same in this evidence.
-        is_up_to: Whether the share is the most that it may explain, beside what cannot be told from it.
-        is_of_rest: Whether tokens were taken out before it was looked for.
-        is_growing: Whether k3 rises above that of the first step, so that a small one is not nothing.
+        is_fault: Whether it is a bug to fix first, which no configuration corrects.
+        k3_share: The share of k3 that it explains, over the tokens left at this rule; NaN if unknown. A cause that
+            explains all of it (not ``is_up_to``) ends the search.
+        takes_out: Whether later rules do not use its tokens.
+        is_pattern: Whether enough tokens show it that a run should stop.
+        alternatives: Other causes with the same evidence.
+        is_up_to: Whether the share is an upper limit, because other causes have the same evidence.
+        is_of_rest: Whether earlier rules removed tokens.
+        is_growing: Whether k3 rises above that of the first step, so that also a small k3 matters.
     """
 
     cause: str
@@ -122,7 +122,7 @@ class Diagnosis:
 
     @property
     def is_of_few_tokens(self) -> bool:
-        """True if too few tokens show it, with too little of k3, to be certain or to come first."""
+        """True if it has too few tokens and too little of k3 to be certain or to come first."""
         return not (self.is_pattern or self.k3_share >= MIN_K3_SHARE)
 
     @property
@@ -135,7 +135,7 @@ class Diagnosis:
     @property
     def doubt_in_words(self) -> str:
         """Describe the alternatives with the same evidence; empty if there are none."""
-        return f"could not be told from: {'; '.join(self.alternatives)}" if self.alternatives else ""
+        return f"the same evidence fits: {'; '.join(self.alternatives)}" if self.alternatives else ""
 
     @property
     def in_words(self) -> str:
@@ -145,7 +145,7 @@ class Diagnosis:
 
 
 class Found(NamedTuple):
-    """What a rule found, and which of the tokens that explains whole: they are left out of what follows."""
+    """The result of a rule, and the tokens that it explains completely: later rules do not use them."""
 
     diagnosis: Diagnosis
     taken_T: Tensor | None = None
@@ -157,5 +157,5 @@ def of_k3(is_of_rest: bool) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in words: small ones are not 0 %."""
+    """Format a share as percent; a small share is not shown as 0 %."""
     return "less than 1 %" if 0.0 < share < 0.01 else f"{share:.0%}".replace("%", " %")

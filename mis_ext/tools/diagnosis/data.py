@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the data: tokens without a log-prob, numbers that are none, and log-probs of other tokens."""
+"""Faults of the data: missing log-probs, numbers that are not log-probs, and log-probs of other tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mis_ext.tools.diagnosis.evidence import Evidence, may_be_zero, mean_and_err
 
 @cause(
     name="placeholder_log_probs",
-    title="placeholders in place of log-probs, or no log-prob at all",
+    title="placeholders instead of log-probs, or missing log-probs",
     looks_like="Log-probs are null, NaN, infinite, below -1000, or 0 where the other side is below -1. Or they are "
-    "equal in a whole response, or at one place of each response",
-    advice="Ask the side that has them for log-probs (the engine: return_logprob in SGLang, logprobs in vLLM), "
-    "or set the loss_masks of those tokens to 0. Engines return 0 for tokens that they sampled greedily.",
+    "equal in a whole response, or at one place of every response",
+    advice="Request log-probs from the side with placeholders (engine: return_logprob in SGLang, logprobs in vLLM), or "
+    "set the loss_masks of these tokens to 0. Engines return 0 for tokens that they sampled greedily.",
     is_fault=True,
 )
 def placeholders(left: Left) -> Found | None:
@@ -39,7 +39,7 @@ def placeholders(left: Left) -> Found | None:
     sentinel_T, constant_T = _sentinels(tokens), _constant_samples(tokens)
     zero_T = torch.zeros_like(sentinel_T)
     num_placed, placed = 0.0, list[str]()
-    # A shift puts certain tokens beside improbable ones, and so does another text in a part of the samples.
+    # A shift pairs certain tokens with improbable ones. A different text in some samples does the same.
     if not shifted.is_all:
         zero_T = _zeros(tokens) & ~tokens.spread(shifted.some_S)
         far_T = tokens.spread(tokens.gap_S > limit.MAX_MEAN_ABS_DIFF)
@@ -52,7 +52,8 @@ def placeholders(left: Left) -> Found | None:
         return None
     taken_T = sentinel_T | zero_T | constant_T
     if bool(zero_T.any()) or num_placed:
-        # A cut leaves some tokens without an alternative, but where other zeros are no log-probs, these may be none.
+        # Truncated sampling can give a log-prob of 0, but if other zeros are placeholders, these may be placeholders
+        # too.
         for side_T, other_T in permutations(tokens.sides.values()):
             taken_T = taken_T | ((side_T == 0.0) & (other_T < math.log(limit.CERTAIN)))
     most = max(int(sentinel_T.sum()), int(constant_T.sum()), num_missing, num_placed)
@@ -67,7 +68,7 @@ def placeholders(left: Left) -> Found | None:
 
 
 def share_of(tokens: Evidence, chosen_T: Tensor) -> float:
-    """Share of k3 of chosen tokens."""
+    """Return the share of k3 of chosen tokens."""
     total = float(tokens.k3_T.sum())
     return float(tokens.k3_T[chosen_T].sum()) / total if total else 0.0
 
@@ -87,16 +88,16 @@ _BEHIND = {"trainer": "proximal", "engine": "behavior"}
 
 
 def _sentinels(tokens: Evidence) -> Tensor:
-    # Where both sides have one it is padding.
+    # If both sides have one, it is padding.
     return (tokens.engine_T < limit.PLACEHOLDER) != (tokens.trainer_T < limit.PLACEHOLDER)
 
 
 def _zeros(tokens: Evidence) -> Tensor:
-    """Log-probs of 0 that the other side finds improbable, where no cut explains it: see ``ZEROS_OF_A_CUT``."""
+    """Log-probs of 0 which the other side finds improbable and truncation does not explain: see ``ZEROS_OF_A_CUT``."""
     found_T = torch.zeros(len(tokens), dtype=torch.bool)
     usable_T = ~_sentinels(tokens)
     for side_T, other_T in permutations(tokens.sides.values()):
-        # Where the other side is certain, too, a 0 is right.
+        # If the other side is also certain, a 0 is correct.
         open_T = usable_T & (other_T < math.log(limit.CERTAIN))
         zero_T = open_T & (side_T == 0.0)
         rest_T = open_T & ~zero_T
@@ -122,7 +123,7 @@ def _places(tokens: Evidence) -> Iterator[tuple[str, Tensor]]:
 
 
 def _zeros_of_a_place(tokens: Evidence, unusable_T: Tensor) -> tuple[int, list[str]]:
-    """Zeros of a side at one place of many responses that no cut explains: how many, and that in words."""
+    """Count the zeros of one side at one place of many responses which truncation does not explain; describe them."""
     most, words = 0, list[str]()
     for place, at_T in _places(tokens):
         for (side, side_T), (_, other_T) in permutations(tokens.sides.items()):
@@ -130,7 +131,7 @@ def _zeros_of_a_place(tokens: Evidence, unusable_T: Tensor) -> tuple[int, list[s
             zero_T = open_T & at_T & (side_T == 0.0)
             zero_S = tokens.per_sample(zero_T)
             least_S = tokens.per_sample(torch.where(zero_T, other_T, 0.0)) / zero_S
-            # Not below a token that is NaN.
+            # False for NaN.
             alike_T = open_T & ~at_T & (other_T >= tokens.spread(least_S))
             at, zeros, alike = int((open_T & at_T).sum()), int(zero_T.sum()), int(alike_T.sum())
             elsewhere = int((alike_T & (side_T == 0.0)).sum())
@@ -148,7 +149,7 @@ def _vary(count: Tensor, total: Tensor, gap: Tensor, squared: Tensor) -> Tensor:
 
 
 def _constants(tokens: Evidence) -> str:
-    """Find a side whose log-probs are all equal, or all those that differ from the other side's."""
+    """Describe a side whose log-probs are all equal, or equal wherever they differ from the other side; else empty."""
     d_T, count = tokens.d_T, len(tokens)
     if not count:
         return ""
@@ -170,7 +171,7 @@ def _constants(tokens: Evidence) -> str:
 
 
 def _constant_samples(tokens: Evidence) -> Tensor:
-    """Tokens of responses where all are one number, or that are lowest there, as of a clamp."""
+    """Tokens of responses whose log-probs are all equal, or whose lowest ones are equal, as from a clamp."""
     found_T = torch.zeros(len(tokens), dtype=torch.bool)
     for side_T in tokens.sides.values():
         lowest_T = side_T == tokens.spread(tokens.least(side_T))
@@ -209,11 +210,11 @@ def _in_words(tokens: Evidence, sentinel_T: Tensor, zero_T: Tensor, constant_T: 
 
 @cause(
     name="not_log_probs",
-    title="numbers that are no log-probs: negated, probabilities, to another base, or with something added",
+    title="numbers that are not log-probs: negated, probabilities, to another base, or with an added value",
     looks_like="Both sides fit at least twice as well if the sign of one is flipped. Or values are above 0.1. Or one "
     "log-prob is 0.69, 1.44, 0.43, or 2.30 times the other",
-    advice="Store natural logarithms of probabilities, which are below 0, without a reward or a bonus in them. "
-    "Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
+    advice="Store natural logarithms of probabilities, which are below 0, without an added reward or bonus. Multiply "
+    "log-probs to base 2 by 0.693, and to base 10 by 2.303.",
     is_fault=True,
 )
 def not_log_probs(left: Left) -> Found | None:
@@ -226,7 +227,7 @@ def _negated(tokens: Evidence) -> Found | None:
     if count < limit.MIN_CONSTANT_TOKENS or gap <= limit.MAX_ZERO_GAP * count or flipped >= limit.SHIFT_FACTOR * gap:
         return None
     return not_log_probs.found(
-        title="log-probs with the wrong sign: negative log-likelihoods in place of log-probs",
+        title="log-probs with the wrong sign: negative log-likelihoods instead of log-probs",
         confidence="certain",
         evidence=f"behavior and proximal log-probs differ by {gap / count:.3g} on average, but by only "
         f"{flipped / count:.3g} when the sign of one is flipped",
@@ -243,15 +244,15 @@ def _positive(tokens: Evidence) -> Found | None:
     positive_T = tokens.engine_T.maximum(tokens.trainer_T) > limit.MAX_LOG_PROB
     positive_S, of_positive_S = (tokens.per_sample(torch.where(positive_T, each, 0.0)) for each in (1.0 + 0 * d_T, d_T))
     others_S, of_others_S = tokens.num_S - positive_S, tokens.per_sample(d_T) - of_positive_S
-    # What is added to a response moves its improbable tokens, too: on average by at least half as much. Probabilities
-    # are nowhere below 0.
+    # An offset added to a response also moves its improbable tokens, on average by at least half as much. Probabilities
+    # are never below 0.
     moved_S = of_others_S * of_positive_S * positive_S > 0.5 * of_positive_S.square() * others_S
     nowhere_below_S = tokens.least(tokens.engine_T).maximum(tokens.least(tokens.trainer_T)) >= 0.0
     all_S = (positive_S > limit.MANY_POSITIVE * tokens.num_S) | moved_S | ((positive_S > 0.0) & nowhere_below_S)
     taken_T = (positive_T | tokens.spread(all_S)) & ~_sentinels(tokens)
     told = " and ".join(f"{number} of {count} {side} log-probs" for side, number in numbers.items() if number)
     return not_log_probs.found(
-        title="numbers above 0, which are no log-probs",
+        title="numbers above 0, which are not log-probs",
         confidence="certain",
         evidence=f"{told} on trainable tokens are above 0, and no probability is above 1",
         k3_share=share_of(tokens, taken_T),
@@ -261,16 +262,17 @@ def _positive(tokens: Evidence) -> Found | None:
 
 
 def _of_another_base(left: Left) -> Found | None:
-    """Logarithms to base 2 or 10 on one side.
+    """Find logarithms to base 2 or 10 on one side.
 
-    As they are, no side has sampled the tokens: of two policies the mean ratio is 1 to the one that has, and the other
-    is a power of it. A cut of the engine's moves both means: then the base must leave hardly any difference.
+    If one of two policies sampled the tokens, the mean ratio to it is 1. Here neither side fits as the sampling policy,
+    with the other as a power of it. Truncated sampling moves both mean ratios; then converting the base must leave
+    almost no difference.
     """
     tokens = left.tokens.uncertain
     is_of_policies = any(may_be_zero(each.excess, each.excess_error) and each.slope > 0.0 for each in left.powers)
     if len(tokens) < limit.MIN_TOKENS or is_of_policies:
         return None
-    # From their median: tokens that are all alike make a ratio of any size.
+    # Measured from the median: tokens that are all similar allow any ratio.
     gap = float((tokens.d_T - tokens.d_T.median()).abs().sum())
     natural = {
         (side, base): (left.tokens.trainer_T * scales[0] - left.tokens.engine_T * scales[1]).clamp(-20.0, 20.0)
@@ -298,7 +300,7 @@ def _of_another_base(left: Left) -> Found | None:
 
 
 class Shift(NamedTuple):
-    """Log-probs that fit at least twice as well when one side is moved: all, or those of some responses."""
+    """Log-probs that fit at least twice as well when one side is shifted: all, or those of some responses."""
 
     lag: int
     is_all: bool
@@ -308,9 +310,9 @@ class Shift(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Evidence) -> Shift:
-        """The lag at which all fit best, or else the first.
+        """Return the lag at which all log-probs fit best, else the first lag.
 
-        Some responses that fit at another have log-probs of a dropped attempt before their own.
+        If only some responses fit at another lag, log-probs of a dropped attempt precede their own.
         """
         usable_T = ~_sentinels(tokens) & ~_zeros(tokens)
         shifts = [cls.by(lag, tokens, usable_T) for lag in limit.LAGS]
@@ -318,7 +320,7 @@ class Shift(NamedTuple):
 
     @classmethod
     def by(cls, lag: int, tokens: Evidence, usable_T: Tensor) -> Shift:
-        """From pairs of tokens of one response, so many places apart, that have a log-prob."""
+        """Compare pairs of tokens of one response, ``lag`` positions apart, which both have a log-prob."""
         one, two = slice(None, -lag), slice(lag, None)
         sample_T, position_T = tokens.sample_T, tokens.position_T
         is_pair = usable_T[one] & usable_T[two] & (sample_T[one] == sample_T[two])
@@ -336,10 +338,11 @@ class Shift(NamedTuple):
         ]
         num_S = torch.bincount(sample_T[pair], minlength=len(tokens.steps))
         first, second, earlier, later = (float(each.sum()) for each in sums_S)
-        # The better of two: at the end of a response one absurd log-prob is in all sums but one.
+        # Take the smaller of two sums: one extreme log-prob at the end of a response is in all sums except one.
         aligned, moved = min(first, second), min(earlier, later)
         some_S = sums_S[2].minimum(sums_S[3]) < limit.SHIFT_FACTOR * sums_S[0].minimum(sums_S[1])
-        # A response that repeats itself is a line that falls, and apart at its beginning only.
+        # Log-probs of a repetitive response change steadily, so a shift fits, but the sides differ only at its
+        # beginning.
         apart_T = ~_sentinels(tokens) & (tokens.d_T.abs() > limit.MIN_SHIFTED_DIFF)
         place_T = torch.arange(len(tokens), dtype=torch.float64)
         late_T = place_T - tokens.spread(tokens.least(place_T)) >= tokens.spread(tokens.num_S / 2.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input of the rules: tokens with log-probs of both sides, and data of their responses and steps."""
+"""Input of the rules: tokens with log-probs of both sides, and properties of their responses and steps."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from mis_ext.correction.tokens import MAX_LOG_RATIO, Tokens, is_open, k3
 from mis_ext.tools.diagnosis import thresholds as limit
 
 MAX_KEPT, BLOCK = 1 << 22, 64
-"""Tokens of a run that the rules look at: of more, blocks of so many responses are left out at even distances."""
+"""The largest number of tokens that the rules use. In larger runs, evenly spaced blocks of 64 responses are omitted."""
 
 _OF_TOKENS = ("trainer_T", "engine_T", "sample_T", "position_T", "turn_T", "place_T", "repeated_T")
 COLUMNS = ("versions_behind", "has_other_ids", "has_old_weights", "largest_id", "missing_trainer", "missing_engine")
 
 
 class Origin(NamedTuple):
-    """The source of a sample, and its properties besides log-probs; None where unknown."""
+    """The source of a sample and its properties other than log-probs; None: unknown."""
 
     name: str = ""
     sample_index: int | None = None
     reward: float = math.nan
     versions_behind: float = math.nan
-    """The trainer's weight version minus the oldest of the engine; 1 where they are other names."""
+    """The trainer's weight version minus the oldest of the engine; 1 if they are different names."""
     token_ids: Any = None
     """The token ids of the response, ``[R]``."""
     has_other_ids: bool | None = None
-    """Whether the engine sampled other ids than the trainer scored."""
+    """Whether the ids that the engine sampled differ from those that the trainer scored."""
     group: Hashable = None
-    """A label that all samples of one prompt share."""
+    """A label shared by all samples of one prompt."""
     has_old_weights: bool | None = None
-    """Whether the canary says that the engine had older weights than it named."""
+    """Whether the canary found weights older than the version that the engine reported."""
     source: str = ""
     """The file."""
 
     @property
     def largest_id(self) -> float:
-        """NaN where no id is known."""
-        # Unsigned integers of torch have no maximum of their own.
+        """NaN if no id is known."""
+        # torch has no maximum for unsigned integers.
         ids = self.token_ids
         return math.nan if ids is None or not len(ids) else float(torch.as_tensor(ids).double().max())
 
@@ -57,9 +57,9 @@ def step_order(name: str) -> tuple[bool, str]:
 
 
 def turns_of(trained_T: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor]:
-    """``[T]`` each: the number of a trained token's turn, from 0 in each response, and its place in the turn.
+    """For each trained token, the number of its turn (from 0 in each response) and its place in the turn; ``[T]`` each.
 
-    A turn begins behind a masked token, or with the response.
+    A turn begins after a masked token, or with the response.
     """
     begins_T = trained_T & (position_T == 0)
     begins_T[1:] |= trained_T[1:] & ~trained_T[:-1]
@@ -72,14 +72,14 @@ def turns_of(trained_T: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positions(layout: PackedLayout) -> Tensor:
-    """``[T]``: of each token in its whole response."""
+    """The position of each token in its whole response, ``[T]``."""
     length_S = torch.tensor(layout.response_lengths, dtype=torch.int64)
     begin_S = length_S.cumsum(0) - length_S
     return torch.arange(layout.num_whole_tokens) - begin_S[layout.sequence_T]
 
 
 def versions_behind(trainer: Any, engine: Sequence[Any] | None) -> float:
-    """The trainer's weight version minus the oldest of the engine; 1 where they are other names, NaN where unknown."""
+    """The trainer's weight version minus the oldest of the engine; 1 if they are different names, NaN if unknown."""
     if trainer is None or not engine:
         return math.nan
     try:
@@ -90,16 +90,17 @@ def versions_behind(trainer: Any, engine: Sequence[Any] | None) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Valid tokens ``[T]`` of ``S`` responses: trained, with a finite log-prob of both sides.
+    """Valid tokens ``[T]`` of ``S`` responses: trained tokens with finite log-probs on both sides.
 
     Attributes:
-        trainer_T: Log-probs in nats, float64; then the engine's.
-        sample_T: Which response.
-        position_T: In the response; then the turn, and the place in the turn.
-        repeated_T: 1 where the id occurred before in the response, 0 where not, -1 where ids are not known.
-        columns_S: ``[S, len(COLUMNS)]``; NaN: not known. ``missing_...``: trained tokens without a finite log-prob.
+        trainer_T: Log-probs of the trainer in nats, float64. ``engine_T``: of the engine.
+        sample_T: The response of each token.
+        position_T: Position in the response. ``turn_T``: the turn. ``place_T``: the position in the turn.
+        repeated_T: 1: the id occurred earlier in the response; 0: it did not; -1: ids are unknown.
+        columns_S: ``[S, len(COLUMNS)]``; NaN: unknown. ``missing_...``: number of trained tokens without a finite
+            log-prob.
         ordinal_S: Number of the response in its run.
-        steps: Of each response; then its file.
+        steps: The step of each response. ``sources``: its file.
     """
 
     trainer_T: Tensor
@@ -124,14 +125,14 @@ class Evidence:
         step: str = "0",
         given: tuple[Tensor, Tensor] | None = None,
     ) -> Evidence:
-        """The tokens of whole responses of one step.
+        """Make it from the tokens of whole responses of one step.
 
         Args:
-            tokens: Of all of them, ``[T]``.
-            layout: Where the responses lie.
-            origins: What is known of each response.
-            step: Its name.
-            given: Log-probs of trainer and engine as they came, ``[T]``: those that are not finite are counted.
+            tokens: All tokens, ``[T]``.
+            layout: The positions of the responses.
+            origins: Properties of each response.
+            step: Name of the step.
+            given: Unmodified log-probs of trainer and engine, ``[T]``, to count non-finite ones.
         """
         trained_T, position_T = tokens.generated, positions(layout)
         turn_T, place_T = turns_of(trained_T, position_T)
@@ -164,7 +165,7 @@ class Evidence:
 
     @classmethod
     def joined(cls, parts: Iterable[Evidence]) -> Evidence:
-        """The tokens of all parts, in their order."""
+        """The tokens of all parts, in order."""
         parts = [*parts]
         first = accumulate((len(part.steps) for part in parts), initial=0)
         moved = [replace(part, sample_T=part.sample_T + number) for part, number in zip(parts, first, strict=False)]
@@ -189,25 +190,25 @@ class Evidence:
         return self.columns_S[:, COLUMNS.index(name)]
 
     def where(self, keep_T: Tensor) -> Evidence:
-        """These tokens; the table of responses stays."""
+        """The selected tokens. The table of responses is kept."""
         if bool(keep_T.all()):
             return self
         kept = keep_T.nonzero().flatten()
         return replace(self, **{name: getattr(self, name).index_select(0, kept) for name in _OF_TOKENS})
 
     def split(self, number_T: Tensor, size: int) -> list[Evidence]:
-        """The tokens of each number from 0 to ``size - 1``; the table of responses stays."""
+        """The tokens of each number from 0 to ``size - 1``. The table of responses is kept."""
         order = number_T.sort(stable=True).indices
         counts = torch.bincount(number_T, minlength=size).tolist()
         rows = (torch.split(getattr(self, name).index_select(0, order), counts) for name in _OF_TOKENS)
         return [replace(self, **_named(mine)) for mine in zip(*rows, strict=True)]
 
     def of_samples(self, keep_S: Tensor) -> Evidence:
-        """The tokens of these responses."""
+        """The tokens of the selected responses."""
         return self.where(keep_S.index_select(0, self.sample_T))
 
     def without_samples(self, keep_S: Tensor) -> Evidence:
-        """These responses alone, in the table too."""
+        """Only the selected responses, also in the table."""
         number_S = keep_S.long().cumsum(0) - 1
         kept = self.of_samples(keep_S)
         return replace(
@@ -223,22 +224,22 @@ class Evidence:
 
     @property
     def sides(self) -> dict[str, Tensor]:
-        """Log-probs of the engine and of the trainer, by the names of their policies."""
+        """Log-probs of engine and trainer, by the names of their policies."""
         return {"behavior": self.engine_T, "proximal": self.trainer_T}
 
     @cached_property
     def d_T(self) -> Tensor:
-        """The difference, trainer minus engine, bounded as a ratio is."""
+        """Log-prob of the trainer minus that of the engine, clamped like a ratio."""
         return (self.trainer_T - self.engine_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     @cached_property
     def k3_T(self) -> Tensor:
-        """Its k3."""
+        """k3 of each token."""
         return k3(self.d_T)
 
     @cached_property
     def room_T(self) -> Tensor:
-        """1 - p. Noise of the logits moves a log-prob by about so many times the noise."""
+        """1 - p. Noise in the logits moves a log-prob by about the noise times this factor."""
         return -self.engine_T.clamp_max(0.0).expm1()
 
     @cached_property
@@ -266,17 +267,17 @@ class Evidence:
     # --- of each response
 
     def per_sample(self, values_T: Tensor | None = None) -> Tensor:
-        """``[S]`` sums over the tokens of each response, or how many they are."""
+        """``[S]`` sums over the tokens of each response; without values, the number of tokens."""
         weights = None if values_T is None else values_T.double()
         return torch.bincount(self.sample_T, weights, minlength=len(self.steps)).double()
 
     def least(self, values_T: Tensor) -> Tensor:
-        """``[S]``: the smallest value of each response, infinity where there is none."""
+        """``[S]``: the smallest value of each response; infinity if it has no token."""
         start = values_T.new_full((len(self.steps),), math.inf)
         return start.scatter_reduce(0, self.sample_T, values_T, "amin")
 
     def spread(self, values_S: Tensor) -> Tensor:
-        """``[T]``: of each token the value of its response."""
+        """``[T]``: the value of each token's response."""
         return values_S.index_select(0, self.sample_T)
 
     @cached_property
@@ -291,7 +292,7 @@ class Evidence:
 
     @cached_property
     def shift_S(self) -> Tensor:
-        """``[S]`` mean ``|d|`` over mean 1 - p; NaN where a response is too certain to tell."""
+        """``[S]`` mean ``|d|`` over mean 1 - p; NaN if the response is too certain."""
         room_S = self.per_sample(self.room_T)
         return torch.where(room_S > limit.MIN_ROOM * self.num_S, self.gap_S * self.num_S / room_S, math.nan)
 
@@ -299,35 +300,35 @@ class Evidence:
 
     @cached_property
     def k3(self) -> float:
-        """Per token; NaN without one."""
+        """Mean per token; NaN without tokens."""
         return float(self.k3_T.mean()) if len(self) else math.nan
 
     @cached_property
     def num_ids(self) -> int:
-        """Tokens of the vocabulary: the real number is not known, and may be larger."""
+        """An estimate of the vocabulary size. The real size is unknown and may be larger."""
         known = self["largest_id"][~self["largest_id"].isnan()]
         largest = int(known.max()) + 1 if len(known) else limit.USUAL_VOCABULARY
         return min(max(largest, limit.SMALLEST_VOCABULARY), limit.USUAL_VOCABULARY)
 
     @cached_property
     def mean_log_probs(self) -> dict[str, float]:
-        """Of each side, none below the largest ratio."""
+        """The mean of each side, over values clamped at minus ``MAX_LOG_RATIO``."""
         sides = {"trainer": self.trainer_T, "engine": self.engine_T}
         return {side: float(values.clamp_min(-MAX_LOG_RATIO).mean()) for side, values in sides.items()}
 
     @property
     def side_worse_than_a_guess(self) -> str:
-        """The side that finds the sampled tokens less probable than a uniform guess would; empty if neither does."""
+        """The side that gives the sampled tokens less probability than a uniform guess; empty if neither does."""
         means, guess = self.mean_log_probs, -math.log(self.num_ids)
         for side, other in (("trainer", "engine"), ("engine", "trainer")):
-            # Where both sides have the same, a policy is nearly uniform.
+            # If both sides have the same mean, the policy is nearly uniform.
             if len(self) >= limit.MIN_TOKENS and means[side] < min(guess, means[other] - limit.MAX_MEAN_ABS_DIFF):
                 return side
         return ""
 
     @cached_property
     def raised(self) -> tuple[float, float, float]:
-        """Open tokens; the share of them that the trainer finds more probable; its standard error over responses."""
+        """Number of open tokens, the share that the trainer finds more probable, and its standard error by response."""
         open_T = is_open(self.engine_T, self.d_T)
         open_S, raised_S = self.per_sample(open_T), self.per_sample(open_T & (self.d_T > 0.0))
         total = float(open_S.sum())
@@ -337,26 +338,26 @@ class Evidence:
 
     @cached_property
     def step_S(self) -> Tensor:
-        """``[S]`` number of the step of each response, in the order of steps."""
+        """``[S]``: the index of each response's step, in the order of steps."""
         names = sorted({*self.steps}, key=step_order)
         numbers = {name: number for number, name in enumerate(names)}
         return torch.tensor([numbers[name] for name in self.steps], dtype=torch.int64)
 
 
 class Power(NamedTuple):
-    """The power of a distribution that another is, from the log-probs s and o of tokens that the first one sampled.
+    """Estimate of ``slope`` in q = p^slope / Z, from the log-probs s (of p) and o (of q) of tokens sampled from p.
 
-    Logits that are divided by a temperature make ``o_t = slope s_t - log sum_v p_t(v)^slope``, and only the position
-    decides the sum. At every position, ``w = exp(o - s) - 1`` has mean 0 over what is sampled, whatever the two
-    distributions are. So w does not go with anything that the position decides, ``Cov(w, o) = slope Cov(w, s)``: exact
-    for any logits and any temperature. Noise of o alone adds its own square to the left, and moves the slope from 1.
+    Logits divided by a temperature give ``o_t = slope s_t - log sum_v p_t(v)^slope``; the sum depends only on the
+    position. At every position, ``w = exp(o - s) - 1`` has mean 0 over sampled tokens for any two distributions. So w
+    is uncorrelated with any function of the position, and ``Cov(w, o) = slope Cov(w, s)`` is exact for any logits and
+    any temperature. Noise in o adds its own square to the left side, and moves the slope away from 1.
 
     Attributes:
-        excess: The mean of w: 0, unless the tokens were sampled from something else.
+        excess: The mean of w; 0 unless the tokens were sampled from another distribution.
         excess_error: Its standard error.
         slope: The power.
         error: Its standard error.
-        fit: The mean of w, weighted by the square of ``o - slope s``, between -1 and 1. It is 0 for a power.
+        fit: The mean of w, weighted by the square of ``o - slope s``, in [-1, 1]; 0 for a power.
     """
 
     excess: float
@@ -367,11 +368,11 @@ class Power(NamedTuple):
 
     @classmethod
     def of(cls, s: Tensor, o: Tensor) -> Power:
-        """From log-probs of tokens."""
+        """Estimate it from log-probs of tokens."""
         w = (o - s).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
         excess, excess_error = mean_and_error(w)
         s, o = s - s.mean(), o - o.mean()
-        # 0 without a token.
+        # 0 without tokens.
         along = float(w @ s)
         if not along:
             return cls(excess, excess_error)
@@ -393,20 +394,20 @@ class Power(NamedTuple):
 
 
 def mean_and_error(w: Tensor) -> tuple[float, float]:
-    """The mean of numbers, and its standard error if it is 0."""
+    """The mean, and its standard error under the hypothesis that the true mean is 0."""
     count = max(len(w), 1)
     return float(w.sum()) / count, math.sqrt(float(w.square().sum())) / count
 
 
 def may_be_zero(mean: float, error: float) -> bool:
-    """Return True if a mean with this standard error may be 0."""
+    """Return True if a mean with this standard error is compatible with 0."""
     return abs(mean) <= limit.SAMPLED_ERRORS * error
 
 
 def t_quantile(z: float, freedom: float) -> float:
-    """The quantile of Student's t with the chance of ``z`` standard errors: Abramowitz and Stegun, 26.7.5.
+    """The quantile of Student's t with the same probability as ``z`` standard errors: Abramowitz and Stegun, 26.7.5.
 
-    To 0.2 % at 0.975 from 3 degrees of freedom on; infinity below 1.
+    Accurate to 0.2 % at 0.975 from 3 degrees of freedom on; infinity below 1.
     """
     if freedom < 1:
         return math.inf
@@ -421,7 +422,7 @@ def t_quantile(z: float, freedom: float) -> float:
 
 @dataclass(eq=False)
 class Gathering:
-    """Keeps the tokens of a run, at most about ``MAX_KEPT`` of them: the same, however parts are spread."""
+    """Keeps at most about ``MAX_KEPT`` tokens of a run, independently of how the run is split into parts."""
 
     _parts: list[Evidence] = field(default_factory=list)
     _num_samples: int = 0
@@ -429,7 +430,7 @@ class Gathering:
     _stride: int = 1
 
     def add(self, part: Evidence) -> Gathering:
-        """Keep the tokens of one more part."""
+        """Add the tokens of one part."""
         part = replace(part, ordinal_S=part.ordinal_S + self._num_samples)
         self._num_samples += len(part.steps)
         self._parts.append(self._thinned(part))
@@ -446,7 +447,7 @@ class Gathering:
 
     @property
     def evidence(self) -> Evidence:
-        """The tokens that are kept so far."""
+        """The tokens kept so far."""
         return Evidence.joined(self._parts)
 
 
@@ -455,7 +456,7 @@ def _named(rows: Iterable[Tensor]) -> dict[str, Any]:
 
 
 def _repeated(ids: Any, length: int) -> Tensor:
-    """``[R]`` int8: whether the id of each token occurred before in its response."""
+    """``[R]`` int8: whether the id of each token occurred earlier in its response; -1 if unknown."""
     if ids is None or len(ids) != length:
         return torch.full((length,), -1, dtype=torch.int8)
     order = torch.as_tensor(ids).double().sort(stable=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find two groups of responses at any share, and what tells them apart."""
+"""Find two groups of responses, of any sizes, and the attribute that separates them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mis_ext.tools.diagnosis.sampling import has_learned
 
 MIXED_UP = "samples that were truncated or mixed up"
 OTHER_CONTEXT = "another prompt, chat template or context"
-PACKED = "packed responses that see each other (score one response alone)"
+PACKED = "packed responses that attend to each other (score one response alone)"
 
 
 class Groups(NamedTuple):
-    """Two groups of responses: which are far, and in words by how much and what tells them apart."""
+    """Two groups of responses: which ones are far, by how much, and a description of what separates them."""
 
     far_S: Tensor
     evidence: str
@@ -32,9 +32,9 @@ class Groups(NamedTuple):
 
 
 def groups_of(tokens: Evidence) -> Groups | None:
-    """Responses that differ as a second population, at any share, with few between.
+    """Find a second population of responses, of any share, with few responses in between.
 
-    By ``|d| / (1 - p)``, or by this over what is typical of their step.
+    The measure is ``|d| / (1 - p)``, or this value over the median of the step.
     """
     step_S, values_S = tokens.step_S, tokens.shift_S
     if not len(values_S):
@@ -50,7 +50,7 @@ def _apart(tokens: Evidence, values_S: Tensor) -> Groups | None:
     far_S = torch.zeros_like(known_S)
     far_S[known_S] = _upper(values_S[known_S].log())
     near_S = known_S & ~far_S
-    # Responses that loop are far, too, with no more k3 than kernels give.
+    # Repetitive responses are far too, but their k3 is no larger than that of kernels.
     if not tokens.of_samples(far_S).k3 > limit.KERNEL_K3:
         return None
     near, far = (float(tokens.gap_S[each_S].median()) for each_S in (near_S, far_S))
@@ -62,11 +62,10 @@ def _apart(tokens: Evidence, values_S: Tensor) -> Groups | None:
 
 
 def _upper(values_N: Tensor) -> Tensor:
-    """Select the numbers of an upper group; none where there are no two groups.
+    """Select the values of the upper group; none if there are not two groups.
 
-    The split is that of two Gaussians with the greatest likelihood (Kittler and Illingworth, Minimum error
-    thresholding, 1986). There are two groups if their medians are far apart and few numbers are in the middle third
-    between them.
+    The split maximizes the likelihood of two Gaussians (Kittler and Illingworth, Minimum error thresholding, 1986).
+    There are two groups if the medians are far apart and few values are in the middle third between them.
     """
     x = values_N.sort().values
     count = torch.arange(1, len(x), dtype=torch.float64)
@@ -90,7 +89,7 @@ def _upper(values_N: Tensor) -> Tensor:
 
 
 def _accuracy(label_N: Tensor, far_N: Tensor) -> float:
-    """The balanced accuracy with which labels tell the groups, each label as most of its responses are."""
+    """The balanced accuracy of predicting the group from the label, by majority."""
     size = int(label_N.max()) + 1
     share = torch.bincount(label_N, far_N.double(), minlength=size) / torch.bincount(label_N, minlength=size)
     guess_N = share[label_N] > limit.MAIN_SHARE
@@ -98,11 +97,11 @@ def _accuracy(label_N: Tensor, far_N: Tensor) -> float:
 
 
 def _apart_by(tokens: Evidence, far_S: Tensor, near_S: Tensor) -> tuple[str, str]:
-    """The attribute that tells the groups apart, and that in words; both empty where none does."""
+    """The attribute that separates the groups, and its description; both empty if none does."""
     known_S = far_S | near_S
     far_N = far_S[known_S]
     for name, words, label_N in _attributes(tokens, known_S, far_N):
-        # Labels of one response each tell everything.
+        # With one response per label, any label separates the groups.
         count = len({*label_N.tolist()})
         if 1 < count <= len(label_N) / 4 and _accuracy(label_N, far_N) >= limit.TELLS_APART:
             return name, words
@@ -136,7 +135,7 @@ def _attributes(tokens: Evidence, known_S: Tensor, far_N: Tensor) -> Iterator[tu
 
 @cause(
     name="packed_responses",
-    title="packed responses that see each other",
+    title="packed responses that attend to each other",
     looks_like="Two groups of responses differ by a factor of 3. One in every 2 to 20 responses, the first of a "
     "packed row, agrees",
     advice="Score one response alone and compare: mis_ext.onpolicy.check_packing does both. Reset the recurrent "
@@ -152,12 +151,13 @@ def packed(left: Left) -> Found | None:
 
 @cause(
     name="other_text",
-    title="another text on one side: tokenised again, behind another prompt or context, or of another sample",
+    title="another text on one side: tokenized again, after another prompt or context, or from another sample",
     looks_like="Token IDs differ. Or two groups of responses differ by a factor of 3, and neither step, version, "
     "file, nor packed row separates them",
-    advice="Train on the ids that the engine returned: do not decode and encode again. Where ids are equal, compare "
-    "what is before these responses on both sides (prompt, template, images, tools), and whether each has the "
-    "log-probs of its own request, from its first token on (after an abort those of a dropped attempt may come first).",
+    advice="Train on the ids that the engine returned: do not decode and encode again. If ids are equal, compare the "
+    "context before these responses on both sides (prompt, template, images, tools). Check that each response "
+    "has the log-probs of its own request, from its first token on (after an abort, those of a dropped attempt "
+    "may come first).",
     is_fault=True,
 )
 def other_text(left: Left) -> Found | None:
@@ -177,7 +177,7 @@ def other_text(left: Left) -> Found | None:
     of_others = ("step", "version", "canary", "source", "row")
     if groups is None or groups.apart_by in of_others or of_weights(left.tokens, groups):
         return None
-    # What stale weights leave far apart is no second text.
+    # Responses that stale weights explain are not another text.
     is_near = float(left.tokens.gap_S[groups.far_S].median()) < limit.MAX_STALE_DIFF
     if is_near and has_learned(left.tokens.of_samples(~groups.far_S)):
         return None
@@ -197,9 +197,9 @@ def _found(row: Cause, left: Left, groups: Groups, alternatives: tuple[str, ...]
 
 
 def of_weights(tokens: Evidence, groups: Groups) -> str:
-    """Evidence that responses are apart where most of their step and version differ more, too: by their weights.
+    """Evidence that weights separate responses: most responses of their step and version differ more too.
 
-    Another text is one at any weights, and moves no other response.
+    Another text would be far with any weights, and would not move other responses.
     """
     version_S = tokens["versions_behind"].nan_to_num(-1.0)
     _, number_S = torch.unique(torch.stack([tokens.step_S.double(), version_S]), dim=1, return_inverse=True)

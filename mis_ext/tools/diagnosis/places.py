@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Affected tokens: at the beginning of a turn, after a position, or a few of all."""
+"""Causes that affect some tokens: early in a turn, after a position, or a few tokens anywhere."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mis_ext.tools.diagnosis.cause import Found, Left, cause
 from mis_ext.tools.diagnosis.evidence import Evidence
 from mis_ext.tools.diagnosis.sampling import line_words, stale_words
 
-OTHER_CACHES = "another cache of the engine (encoder, multimodal) that kept what older weights made"
+OTHER_CACHES = "another cache of the engine (encoder, multimodal) with results of older weights"
 
 
 class Place(NamedTuple):
-    """Uncertain tokens of a place.
+    """Uncertain tokens of one place.
 
-    How many, their k3, and the means of ``|d| / (1 - p)`` and of k3, both at most 1, each with the variance of its
-    error.
+    Their number, the sum of k3, and the means of ``|d| / (1 - p)`` and of k3, both clamped at 1, each with its squared
+    standard error.
     """
 
     num_tokens: int
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Evidence) -> Place:
-        """From uncertain tokens."""
+        """Measure uncertain tokens."""
         means = []
         for values in (tokens.shift_T.clamp_max(1.0), tokens.k3_T.clamp_max(1.0)):
             variance = float(values.var(correction=0)) / len(values) if len(values) else math.nan
@@ -39,7 +39,7 @@ class Place(NamedTuple):
         return cls(len(tokens), float(tokens.k3_T.sum()), *means)
 
     def stands_out_of(self, other: Place, times: float = 1.0) -> bool:
-        """True if its tokens are far apart where those of another are not. With few tokens, k3 shows it better."""
+        """True if its tokens differ more than those of another place. With few tokens, k3 shows it better."""
         is_known = min(self.num_tokens, other.num_tokens) >= limit.MIN_TOKENS
         return is_known and (
             _is_above(self.shift, other.shift, times * limit.PLACE_FACTOR)
@@ -47,19 +47,19 @@ class Place(NamedTuple):
         )
 
     def excess_over(self, other: Place) -> float:
-        """The k3 that it has beyond that of as many tokens of another."""
+        """Its k3 minus the k3 of the same number of tokens of another place."""
         return max(self.k3 - other.k3 / other.num_tokens * self.num_tokens, 0.0)
 
 
 def _is_above(mean: tuple[float, float], other: tuple[float, float], factor: float) -> bool:
-    """Return True if it exceeds another by this factor, beyond chance."""
+    """Return True if it exceeds another mean by this factor, and by more than chance."""
     error = math.sqrt(mean[1] + other[1])
     return mean[0] > factor * other[0] and mean[0] - other[0] > limit.PLACE_ERRORS * error
 
 
 _PREFIX_ADVICE = (
-    "Flush the engine's prefix cache at every weight update. Or let each request name the version of the weights: in "
-    "slime and Miles with cache_by_version: true under on_policy_tokens, elsewhere as extra_key (SGLang) or cache_salt "
+    "Flush the engine's prefix cache at every weight update. Or put the weight version in each request: in slime "
+    "and Miles with cache_by_version: true under on_policy_tokens, elsewhere as extra_key (SGLang) or cache_salt "
     "(vLLM)."
 )
 
@@ -76,7 +76,7 @@ def prefix(left: Left) -> Found | None:
     tokens = left.tokens.uncertain
     total = float(tokens.k3_T.sum())
     later = tokens.where(tokens.turn_T > 0)
-    # A prefix that all share shows in all turns, one of the conversation behind the first only.
+    # A prefix shared by all prompts shows in all turns; a prefix of the conversation shows only after the first turn.
     for where, chosen in {"": tokens, " after the first": later}.items():
         begin, end = _ends_of(chosen)
         times = 1.0 if begin == limit.PLACES[3] else limit.SHORT_FACTOR
@@ -113,7 +113,7 @@ def prefix(left: Left) -> Found | None:
 
 
 def _ends_of(tokens: Evidence) -> tuple[int, int]:
-    """From where to where tokens are the measure of the first ones: the 65th to 256th, or the end of short turns."""
+    """The range of places that is the reference for the first tokens: the 65th to 256th, or the end of short turns."""
     *_, short, begin, end = limit.PLACES
     enough = (each for each in (begin, short, short // 2) if int((tokens.place_T >= each).sum()) >= limit.MIN_TOKENS)
     return next(enough, begin), end
@@ -137,14 +137,14 @@ def late(left: Left) -> Found | None:
     if found := _decoding(left.tokens):
         return found
     if "stale_prefix_cache" in left.found and bool((tokens.turn_T > 0).any()):
-        # The beginning of a later turn is a late position, too.
+        # The beginning of a later turn is also a late position.
         return None
     bin_T = _bins(tokens)
     total, found_places = float(tokens.k3_T.sum()), list[tuple[bool, float, int, float]]()
     bins = [Place.of(each) for each in tokens.split(bin_T, 1 + int(bin_T.max()) if len(tokens) else 0)]
     for index in range(limit.FIRST_LATE, len(bins)):
         begins = _begins_at(index, bins, tokens, bin_T)
-        # What is far in front of a step may differ by something else.
+        # Positions far before a step may differ for another reason.
         first = index - limit.PER_OCTAVE if begins else 0
         before = Place.of(tokens.where((bin_T >= first) & (bin_T < index)))
         behind = Place.of(tokens.where(bin_T >= index))
@@ -171,16 +171,16 @@ def late(left: Left) -> Found | None:
 
 
 def _begins_at(index: int, bins: list[Place], tokens: Evidence, bin_T: torch.Tensor) -> bool:
-    """Return True if tokens differ more after a position, by a step that is no part of a steady rise.
+    """Return True if tokens differ more after a position, by a step that is not part of a steady rise.
 
-    What differs everywhere hides by its size what begins somewhere, and not its place.
+    A difference at all positions can hide the size of a step, but not its position.
     """
     octave = limit.PER_OCTAVE
     around = bins[index - octave : index + octave]
     places = [*takewhile(lambda each: each.num_tokens >= limit.MIN_TOKENS, around)]
     if len(places) < octave + limit.LEAST_BEHIND:
         return False
-    # The step, in bins of one width, of a line through the shifts that may have one.
+    # Fit a line with a step to the shifts of bins of equal width.
     rise = torch.arange(len(places), dtype=torch.float64)
     contrast = torch.linalg.pinv(torch.stack([rise**0, rise, (rise >= octave).double()], dim=1))[2].tolist()
     weighted = [*zip(contrast, (each.shift for each in places), strict=True)]
@@ -192,14 +192,14 @@ def _begins_at(index: int, bins: list[Place], tokens: Evidence, bin_T: torch.Ten
 
 
 def _decoding(tokens: Evidence) -> Found | None:
-    """First tokens are equal, later ones differ."""
+    """Find first tokens that are equal while later ones differ."""
     tokens = tokens.where(tokens.engine_T < limit.LOG_NEARLY_CERTAIN)
     first_T, differs_T = tokens.position_T == 0, tokens.d_T != 0.0
     first, later = int(first_T.sum()), int((~first_T).sum())
     later_different = int((~first_T & differs_T).sum())
     if bool((first_T & differs_T).any()) or not later_different:
         return None
-    # One more than counted, so that few tokens cannot make a certainty.
+    # Add one to the count, so that a few tokens never give certainty.
     share = later_different / (later + 1.0)
     chance = (1.0 - share) ** first
     if chance > limit.MAX_CHANCE:
@@ -215,7 +215,7 @@ def _decoding(tokens: Evidence) -> Found | None:
 
 
 def place_words(left: Left) -> tuple[str, ...]:
-    """Describe positions whose tokens differ twice as much as others."""
+    """Describe positions whose tokens differ twice as much as those of other positions."""
     tokens = left.tokens.uncertain
     if "late_positions" in left.found or not len(tokens):
         return ()
@@ -232,15 +232,15 @@ MORE = "more of what is named besides: its share is an estimate"
 
 
 def more_words(left: Left) -> tuple[str, ...]:
-    """Describe causes that a difference classified by its size may hide."""
+    """Describe causes that a classification by size may hide."""
     more = (MORE,) if left.explained else ()
-    # A temperature that was found says both itself.
+    # A temperature that was found already names these.
     lines = () if "temperature" in left.found else line_words(left)
     return (*_unfit_words(left), *more, *lines, *place_words(left))
 
 
 def _unfit_words(left: Left) -> tuple[str, ...]:
-    """Describe that no cause fits: the mean ratio of two policies is 1 for sampled tokens, never above."""
+    """Describe that no cause fits: the mean ratio of two policies over sampled tokens is 1, never above."""
     engine, trainer = left.powers
     if any(each.excess <= limit.SAMPLED_ERRORS * each.excess_error for each in (engine, trainer)):
         return ()
@@ -252,19 +252,19 @@ def _unfit_words(left: Left) -> tuple[str, ...]:
 
 @cause(
     name="expert_routing",
-    title="most tokens agree and a few differ much, as with other experts in a mixture of experts",
+    title="most tokens agree and a few differ much, as with different experts in an MoE model",
     looks_like="At most 3 % of the uncertain tokens differ 12 times as much as is typical, and carry at least 60 % "
     "of k3",
-    advice="In a mixture of experts replay the engine's routing (R3): it took k3 from 4e-4 to 5e-5 in a small model. "
-    "In a pretrained one it took it from 2.4e-3 to 1.1e-3, and the reward was the same. Look at the worst tokens. "
-    "Truncated token weights (preset mis) limit the effect of each.",
+    advice="In an MoE model, replay the engine's routing (R3): it reduced k3 from 4e-4 to 5e-5 in a small model, and "
+    "from 2.4e-3 to 1.1e-3 in a pretrained one with the same reward. Look at the worst tokens. Truncated token "
+    "weights (preset mis) limit the effect of each.",
     is_shape=True,
 )
 def experts(left: Left) -> Found | None:
     tokens = left.tokens.uncertain
-    # Where typical tokens are far apart, a few are no tail.
+    # If typical tokens differ much, a few tokens are not a tail.
     is_far = bool(len(tokens)) and float(left.tokens.d_T.abs().mean()) > limit.MAX_MEAN_ABS_DIFF
-    # A larger cause may have such a tail.
+    # A larger cause may also have a tail.
     if len(tokens) < limit.MIN_TOKENS or is_far or left.explained >= limit.MAIN_SHARE:
         return None
     different, total = int((tokens.d_T != 0.0).sum()), float(tokens.k3_T.sum())

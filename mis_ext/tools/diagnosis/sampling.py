@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the distribution: the two log-probs are not of what was sampled from."""
+"""Faults of the distribution: a log-prob is not from the distribution that was sampled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOISE = (
 
 
 def line_of(log_prob: Tensor, difference: Tensor) -> tuple[float, float]:
-    """Of the difference as a line in a log-prob its slope, and the share of the variance that it explains."""
+    """Fit the difference as a line in a log-prob; return its slope and the explained share of the variance."""
     if len(log_prob) < 2:
         return 0.0, 0.0
     x, d = log_prob - log_prob.mean(), difference - difference.mean()
@@ -37,28 +37,28 @@ def line_of(log_prob: Tensor, difference: Tensor) -> tuple[float, float]:
     title="another temperature in one of the log-probs",
     looks_like="Differences grow or fall with the log-prob, from the first step. One distribution is a power of the "
     "other",
-    advice="Divide the trainer's logits by the sampling temperature, or ask the engine for log-probs of what "
-    "it sampled from (vLLM: --logprobs-mode processed_logprobs).",
+    advice="Divide the trainer's logits by the sampling temperature, or request log-probs of the sampled distribution "
+    "from the engine (vLLM: --logprobs-mode processed_logprobs).",
     is_fault=True,
     is_setting=True,
 )
 def temperature(left: Left) -> Found | None:
-    """One distribution is a power of the other; what else differs adds noise to it, or takes a part of it away."""
+    """One distribution is a power of the other. Other differences add noise to it, or remove a part of it."""
     tokens = left.tokens.uncertain
     engine, trainer = left.powers
     is_doubtful = engine.excess > limit.SAMPLED_ERRORS * engine.excess_error or abs(engine.fit) > limit.FITS
-    # Where few ratios have all of the mean, its error says little: a temperature that fits badly is judged so, too.
+    # If a few ratios dominate the mean, its error says little. So a bad fit also makes the engine's side doubtful.
     is_of_trainer = is_doubtful and abs(trainer.excess) < limit.SAMPLED_FACTOR * engine.excess
     power, side_T, sign = (trainer, tokens.trainer_T, -1.0) if is_of_trainer else (engine, tokens.engine_T, 1.0)
     slope, explained = line_of(side_T, tokens.d_T)
     count, slope = len(tokens), sign * slope
-    # Only a cut makes a line that rises. Far below a temperature of 1 the largest ratios are in no sample.
+    # Only truncated sampling gives a rising line. Far below a temperature of 1 no sample contains the largest ratios.
     is_cut = power.loses_mass
     least = limit.CUT_EXPLAINED if is_cut and slope > 0.0 else limit.MIN_EXPLAINED
     least = max(least, limit.MIN_SLOPE_ERRORS**2 / max(count, 1))
     if count < limit.MIN_TOKENS or abs(slope) <= limit.MIN_SLOPE or explained <= least:
         return None
-    # Of the variance of log-probs within positions, if nothing else differs.
+    # The share of the variance of log-probs within positions, if nothing else differs.
     within = slope / (power.slope - 1.0) if power.slope != 1.0 else math.nan
     if is_cut:
         if slope < 0.0 and power.fit < -limit.ONE_SIDED:
@@ -66,7 +66,7 @@ def temperature(left: Left) -> Found | None:
     elif not within > limit.MIN_EXPLAINED:
         return None
     is_alone = within >= limit.LEAST_WITHIN and abs(power.slope - 1.0) > limit.SAMPLED_ERRORS * power.error
-    # What else differs may have all that a line does not explain, or nothing.
+    # Other differences may have all that the line does not explain, or nothing.
     room = [slope, slope / limit.LEAST_WITHIN]
     near, share = slope / limit.WITHIN, min(explained / limit.WITHIN, 1.0)
     may_have_more = is_alone and explained < limit.MAX_EXPLAINED * limit.MOST_WITHIN
@@ -100,7 +100,7 @@ def temperature(left: Left) -> Found | None:
 
 
 def stale_words(tokens: Evidence) -> tuple[str, ...]:
-    """Describe stale weights of all tokens, by their versions or by the signs of the differences."""
+    """Describe stale weights of all tokens, from their versions or from the signs of the differences."""
     behind_S = tokens["versions_behind"][tokens.num_S > 0]
     if not len(behind_S):
         return ()
@@ -116,17 +116,17 @@ def stale_words(tokens: Evidence) -> tuple[str, ...]:
 
 
 def has_learned(tokens: Evidence) -> bool:
-    """Return True if the trainer makes most uncertain tokens more likely, as after further updates."""
+    """Return True if the trainer finds most uncertain tokens more probable, as after further updates."""
     count, share, error = tokens.raised
     return count >= limit.MIN_OPEN and share >= limit.RAISED and share - 0.5 >= limit.RAISED_ERRORS * error
 
 
 def line_words(left: Left) -> tuple[str, ...]:
-    """Describe a line in the engine's log-probs that other differences make too uncertain for a temperature."""
+    """Describe a line in the engine's log-probs that is too uncertain for the cause ``temperature``."""
     tokens = left.tokens.uncertain
     slope, explained = line_of(tokens.engine_T, tokens.d_T)
     least = max(limit.MIN_EXPLAINED * (1.0 - left.explained), limit.MIN_SLOPE_ERRORS**2 / max(len(tokens), 1))
-    # A cut makes a line that rises.
+    # Truncated sampling gives a rising line.
     if explained <= least or (slope > 0.0 and left.powers[0].loses_mass):
         return ()
     return (f"a temperature {'above' if slope > 0.0 else 'below'} 1 beside it: a line explains {explained:.0%}",)
@@ -138,8 +138,8 @@ def line_words(left: Left) -> tuple[str, ...]:
     looks_like="The mean ratio is below 1 and most larger differences are negative, from the first step. Padding: "
     "all differences are small",
     advice="Sample with top_p 1 and no top_k, or give the trainer the kept tokens (mis_ext.rollout.define_log_probs). "
-    "What a request leaves out vLLM takes from the model's generation_config.json: start it with --generation-config "
-    "vllm. Padding: set its logits to minus infinity before the log-softmax.",
+    "vLLM takes parameters that a request omits from the model's generation_config.json: start it with "
+    "--generation-config vllm. Padding: set its logits to minus infinity before the log-softmax.",
     is_fault=True,
     is_setting=True,
 )
@@ -181,12 +181,12 @@ def truncation(left: Left) -> Found | None:
 
 
 def _share_of_cut(tokens: Evidence, excess: float) -> float:
-    """Share of k3 that a cut has beside noise, which alone moves tokens up and down alike.
+    """The share of k3 from truncated sampling. Noise alone moves tokens up and down equally.
 
-    A cut takes something else from each position. Shifts of 0 to ``x`` deviations of a Gaussian noise have
-    ``x^2 / (3 + x^2)`` of the squares; then the squares of tokens that moved down exceed those of the others by a share
-    ``a`` of all, and ``1 - sqrt(1 - a^2)`` is what shifts have, within 0.05. Where a few large squares hide that, the
-    k3 of tokens that all lose the same is the least that a cut with this mass can have.
+    Truncation removes a different mass at each position. Shifts of 0 to ``x`` standard deviations of a Gaussian noise
+    have ``x^2 / (3 + x^2)`` of the squares. Then the squares of tokens that moved down exceed those of the other tokens
+    by a share ``a`` of all, and shifts have the share ``1 - sqrt(1 - a^2)``, within 0.05. If a few large squares hide
+    this, the lower limit is the k3 of tokens that all lose the same.
     """
     k3_T, total = tokens.uncertain.k3_T, float(tokens.uncertain.k3_T.sum())
     if not total:
@@ -221,7 +221,7 @@ def penalties(left: Left) -> Found | None:
     apart = shares[0] - shares[1]
     if not apart > max(limit.REPEATED_APART, limit.PLACE_ERRORS * math.sqrt(sum(variances))):
         return None
-    # What moves as a penalty does has so much more k3 than what moves the other way.
+    # The k3 of tokens that move as with a penalty, minus the k3 of tokens that move the other way.
     sign_T = torch.where(up_T == repeated_T, 1.0, -1.0).double()
     share = float((tokens.k3_T * sign_T).sum() / left.tokens.k3_T.sum())
     return penalties.found(
@@ -251,7 +251,7 @@ def rounded(left: Left) -> Found | None:
             return None
         if float((values.bfloat16().double() == values).double().mean()) > limit.ALL:
             sides.append(side)
-            # k3 of a small difference is half its square, and rounding is uniform.
+            # k3 of a small difference is half its square. The rounding error is uniform.
             expected += float(torch.exp2(values.abs().log2().floor() - 7.0).square().sum()) / 24.0
     if not sides:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Size of the remaining mismatch, and its usual cause if no other explains it."""
+"""The size of the remaining mismatch, and its usual cause if no other cause explains it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STEP_ADVICE = (
     name="equal",
     title="no difference, or one of float32 rounding",
     looks_like="Both sides have the same values, or differ by float32 rounding only",
-    advice="Nothing to correct. A copy of one side looks the same: mis-ext audit tells them apart. For equal bits use "
+    advice="Nothing to correct. A copy of one side looks the same: mis-ext audit detects it. For bitwise equality use "
     "the same formula on both sides.",
 )
 def equal(left: Left) -> Found | None:
@@ -56,7 +56,7 @@ def equal(left: Left) -> Found | None:
 
 
 class Size(NamedTuple):
-    """A word for a k3 up to ``below``, where nothing else explains it."""
+    """The class of a k3 up to ``below`` that no other cause explains."""
 
     below: float
     name: str
@@ -101,18 +101,18 @@ SIZES = (
         "Check weight syncs first, then correct with token TIS (preset mis).",
     ),
 )
-"""In the order of their sizes, which are SmolLM2-135M's."""
+"""In ascending order. The limits are those of SmolLM2-135M."""
 
 
 @cause(
     name="size",
-    title="what a difference of this size usually is",
+    title="the usual cause of a difference of this size",
     looks_like="No other cause explains k3. The class depends on its size (SmolLM2-135M): "
     f"{', '.join(f'`{each.name}` below {each.below:g}' for each in SIZES[:3])}, `large_mismatch`"
     " above. `stale_weights`: the mean difference exceeds 0.3 nats. `broken_trainer`, `broken_engine`: "
     "the log-probs of this side are worse than a uniform guess",
-    advice="What the report says beside the word: kernels need no correction; low precision may need token TIS "
-    "(preset mis); a broken side has not loaded its weights.",
+    advice="See the advice in the report: kernels need no correction; low precision may need token TIS (preset mis); a "
+    "broken side has not loaded its weights.",
 )
 def size(left: Left) -> Found | None:
     tokens = left.tokens
@@ -123,13 +123,13 @@ def size(left: Left) -> Found | None:
     if found := stale_by_size(left):
         return found
     row = next(each for each in SIZES if left.k3 < each.below)
-    # Steps that differ are never nothing.
+    # A difference between steps always matters.
     changes = "" if "stale_weights" in left.found else change_words(tokens)
     is_quiet = left.k3 < limit.QUIET_K3 and not changes
     is_rest = left.explained >= limit.MAIN_SHARE or len(tokens) < len(left.whole)
     if len(tokens) < limit.MIN_TOKENS or (is_quiet and is_rest):
         return None
-    # What is left behind a cause with evidence of its own does not come first.
+    # A remainder after a cause with its own evidence does not come first.
     is_usual = row is SIZES[0] or (row is SIZES[1] and not left.explained)
     return size.found(
         cause=row.name,
@@ -145,7 +145,7 @@ def size(left: Left) -> Found | None:
 
 
 def _others(left: Left, row: Size, *, is_quiet: bool) -> tuple[str, ...]:
-    """Return other causes of this size. Stale weights come first if there is evidence of them."""
+    """Return other causes of this size. Stale weights come first if there is evidence for them."""
     old, more = stale_words(left.tokens), more_words(left)
     if is_quiet:
         return (*old, SMALL_PRECISION)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a mismatch: k3 of each step compared with the first ones, and of each weight version with current ones.
+"""When a mismatch starts: compares k3 of each step with the first steps, and of each weight version with current ones.
 
-All rules of the cause ``stale_weights`` are here.
+This file has all rules of the cause ``stale_weights``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mis_ext.tools.diagnosis.sampling import PENALTIES
 OTHER_TOKENS = "log-probs of other tokens: shifted by several, or of other samples"
 OTHER_PRECISION = "low precision of another model: a cache in e4m3 gave 0.3 to 0.4 in Qwen2.5-Coder-1.5B"
 NOT_SENT = (
-    "a tensor that the sync leaves out",
+    "a tensor that the sync omits",
     "an adapter that one side scales twice or merges otherwise",
     "a mismatch that training itself lets grow",
     "a setting that was changed, such as the temperature or top-p",
 )
 COMPARE = (
-    "Compare the weights of both sides tensor by tensor with mis_ext.rollout.compare_weights: a weight version says "
-    "nothing about a tensor that was left out or an adapter that was merged twice. "
+    "Compare the weights of both sides tensor by tensor with mis_ext.rollout.compare_weights: a weight version does "
+    "not show an omitted tensor or an adapter that was merged twice. "
 )
 
 
@@ -39,14 +39,14 @@ class Step(NamedTuple):
     """Responses of one step, or of one weight version.
 
     Attributes:
-        number: Its place in the order of steps.
-        name: Of the step.
-        num_tokens: In all of its responses.
-        k3: Per token.
+        number: Its index in the order of steps.
+        name: Name of the step.
+        num_tokens: Tokens of all its responses.
+        k3: Mean per token.
         typical: The median ``|d| / (1 - p)`` of uncertain tokens.
-        level: The mean over responses of the log of their ``|d| / (1 - p)``: unlike k3, few tokens do not decide it.
+        level: The mean over responses of the log of ``|d| / (1 - p)``. Unlike k3, a few tokens do not dominate it.
         error: The standard error of ``level``.
-        num_responses: Of which these are.
+        num_responses: Number of responses in ``level``.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Step(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Evidence, number: int = 0, name: str = "") -> Step:
-        """From the tokens of some responses."""
+        """Measure the tokens of some responses."""
         levels = tokens.shift_S[tokens.shift_S > 0.0].log()
         count = len(levels)
         error = float(levels.std()) / math.sqrt(count) if count > 1 else math.inf
@@ -68,11 +68,11 @@ class Step(NamedTuple):
         return cls(number, name, len(tokens), tokens.k3, tokens.typical_shift, level, error, count)
 
     def is_above(self, other: Step, factor: float) -> bool:
-        """True if k3 is more than so many times another, and typical responses differ by more than chance."""
+        """True if k3 is more than ``factor`` times another, and typical responses differ by more than chance."""
         if not self.k3 > factor * other.k3:
             return False
         if not other.k3:
-            # Chance of tokens that are all equal, if half of them or more differed.
+            # The chance that all tokens are equal, if each differs with probability 1/2 or more.
             return other.num_tokens * math.log(0.5) < math.log(limit.MAX_CHANCE)
         freedom = min(self.num_responses, other.num_responses) - 1
         errors = t_quantile(limit.STEP_ERRORS, freedom)
@@ -80,14 +80,14 @@ class Step(NamedTuple):
 
 
 def steps_of(tokens: Evidence) -> list[Step]:
-    """The steps that have enough tokens, in their order."""
+    """The steps with enough tokens, in order."""
     names = dict(zip(tokens.step_S.tolist(), tokens.steps, strict=True))
     parts = tokens.split(tokens.spread(tokens.step_S), 1 + max(names, default=-1))
     return [Step.of(part, number, names[number]) for number, part in enumerate(parts) if len(part) >= limit.MIN_TOKENS]
 
 
 class Story(NamedTuple):
-    """Change of k3 over steps: a description, the k3 of the reference, and its steps."""
+    """A change of k3 over steps: a description, the k3 of the reference, and the reference steps."""
 
     evidence: str
     floor: float
@@ -96,19 +96,19 @@ class Story(NamedTuple):
 
 
 def story_of(steps: Sequence[Step]) -> Story | None:
-    """A return to a floor, a jump, or a growth; None where k3 stays as it is."""
+    """Find a return to a floor, a jump, or a growth; None if k3 does not change."""
     if len(steps) < 2:
         return None
     return _returns(steps) or _jumps(steps) or _grows(steps) or _stands_out(steps)
 
 
 def _has_risen(step: Step, reference: Step) -> bool:
-    """Few tokens, as other experts or sentinels, raise k3 too, but not what is typical of a token."""
+    """A few tokens, from expert routing or sentinels, also raise k3, but not the typical shift."""
     return step.is_above(reference, limit.GROWTH) and step.typical > limit.TYPICAL_GROWTH * reference.typical
 
 
 def _returns(steps: Sequence[Step]) -> Story | None:
-    """K3 rises and comes back to its floor: a sync of the weights, and what was sampled until the next."""
+    """k3 rises and returns to its floor, as between weight syncs."""
     floor = min(steps, key=lambda step: step.k3)
     fresh, has_risen, highest = list[Step](), True, floor.k3
     for step in steps:
@@ -129,14 +129,14 @@ def _returns(steps: Sequence[Step]) -> Story | None:
 
 
 def _jumps(steps: Sequence[Step]) -> Story | None:
-    """K3 is another one from a step on: what happened before it broke one side."""
+    """k3 changes permanently at one step: an event before this step broke one side."""
     for index, (before, step) in enumerate(pairwise(steps), 1):
         earlier, later = steps[:index], steps[index:]
         most, least = max(earlier, key=lambda each: each.k3), min(later, key=lambda each: each.k3)
         rise = max(each.k3 for each in later) / least.k3 if least.k3 else math.inf
-        # Between steps that are far from each other training itself may let it grow.
+        # Over a gap between step numbers, k3 may grow by training itself.
         is_next = not (before.name.isdecimal() and step.name.isdecimal()) or int(step.name) == int(before.name) + 1
-        # One step of another k3 is no growth.
+        # One step with a different k3 is not a growth.
         usual = sorted(each.k3 for each in earlier)[index // 2]
         is_flat = not _rise(earlier) and before.k3 <= limit.GROWTH * usual and not _rise(later)
         if is_next and _has_risen(least, most) and is_flat and (not before.k3 or rise < step.k3 / before.k3):
@@ -156,9 +156,9 @@ def _rise(steps: Sequence[Step]) -> bool:
 
 
 def _grows(steps: Sequence[Step]) -> Story | None:
-    """K3 rises from step to step, from the first or a later one on: weights or a tensor are not synced."""
+    """k3 rises from step to step, from the first or a later step on: weights or a tensor are not synced."""
     first, last = steps[0], steps[-1]
-    # One step of a growth has a large error: that any is above the first is enough.
+    # One step of a growth has a large error, so one step above the first is enough.
     floor = [*takewhile(lambda step: not step.is_above(first, limit.NOTICED), steps)]
     if len(floor) == len(steps) or last.typical <= limit.TYPICAL_GROWTH * first.typical:
         return None
@@ -178,7 +178,7 @@ def _grows(steps: Sequence[Step]) -> Story | None:
 
 
 def _stands_out(steps: Sequence[Step]) -> Story | None:
-    """A few steps differ far more than most."""
+    """A few steps have a much larger k3 than most."""
     usual = sorted(steps, key=lambda each: each.k3)[len(steps) // 2]
     high = [each for each in steps if _has_risen(each, usual) and each.k3 > limit.KERNEL_K3]
     if len(steps) < 3 or not high:
@@ -193,7 +193,7 @@ def _mean(steps: Sequence[Step]) -> float:
 
 
 def reference_of(tokens: Evidence) -> Evidence:
-    """The tokens of the steps before a change: a setting of the engine or the trainer shows there, too."""
+    """The tokens of the steps before a change. A wrong setting of engine or trainer shows there too."""
     story = story_of(steps_of(tokens))
     if story is None:
         return tokens
@@ -202,9 +202,9 @@ def reference_of(tokens: Evidence) -> Evidence:
 
 
 def change_words(tokens: Evidence) -> str:
-    """Describe a k3 above that of the first step by more than its errors; empty if it is not."""
+    """Describe a k3 that exceeds that of the first step by more than its errors; empty if none does."""
     steps = steps_of(tokens)
-    # A policy that learns becomes certain, and k3 falls.
+    # While a policy learns, it becomes more certain and k3 falls.
     higher = [each for each in steps[1:] if each.is_above(steps[0], limit.NOTICED)]
     if not higher:
         return ""
@@ -220,13 +220,13 @@ def change_words(tokens: Evidence) -> str:
     title="stale weights, or a tensor that was not sent",
     looks_like="The canary of mis_ext.rollout.generate reports it. Or k3 jumps, grows, or returns over steps or "
     "recorded versions, or one file differs",
-    advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
-    "trainer in fp16. After an update in flight one response is of two versions.",
+    advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a trainer in "
+    "fp16. After an update during generation, one response has tokens of two versions.",
 )
 def stale(left: Left) -> Found | None:
-    """Weights of other steps: the canary first, then recorded versions.
+    """Find weights of other steps: first from the canary, then from recorded versions.
 
-    Steps and files count only where recorded versions do not tell. If this rule finds nothing, :func:`stale_by_size`
+    Steps and files count only if recorded versions decide nothing. If this rule finds nothing, :func:`stale_by_size`
     can still name the cause, after all other rules.
     """
     tokens = left.tokens.without_samples(left.tokens.num_S > 0)
@@ -246,7 +246,7 @@ def stale(left: Left) -> Found | None:
 
 
 def _by_canary(tokens: Evidence, old_S: Tensor) -> Found | None:
-    """An engine that scored a fixed text as with earlier weights, whatever it called its own, sampled these tokens."""
+    """Tokens of engines whose canary score is that of earlier weights, whatever version they report."""
     old, others = tokens.of_samples(old_S), tokens.of_samples(~old_S)
     if len(others) and not Step.of(old).is_above(Step.of(others), limit.GROWTH):
         return None
@@ -263,12 +263,12 @@ def _by_canary(tokens: Evidence, old_S: Tensor) -> Found | None:
 
 
 def _agree(tokens: Evidence) -> str:
-    """The contradiction, where there is one: log-probs are old, and what the engine names is not."""
+    """Describe the contradiction that log-probs are old and the reported versions are not; else empty."""
     return ", although the weight versions agree" if bool((tokens["versions_behind"] == 0.0).all()) else ""
 
 
 def _by_version(tokens: Evidence) -> Found | None:
-    """Tokens of the farthest versions differ more than those of the nearest."""
+    """Find tokens of the farthest version that differ more than those of the nearest."""
     behind_S = tokens["versions_behind"]
     groups = {lag: tokens.of_samples(behind_S == lag) for lag in sorted({*behind_S.tolist()}, key=abs)}
     (lag, nearest), farthest = next(iter(groups.items())), [*groups.values()][-1]
@@ -284,7 +284,7 @@ def _by_version(tokens: Evidence) -> Found | None:
     is_few = len(tokens) < limit.MIN_TOKENS and nearest.k3 > 0.0
     if not lag or not (is_few or nearest.k3 > limit.KERNEL_K3):
         return None
-    # What gives so much with up-to-date weights.
+    # Other causes of this size with up-to-date weights.
     usual = ("kernels in bfloat16 of a pretrained model, the usual case",) if nearest.k3 < limit.PRETRAINED_K3 else ()
     precision = "lower precision on one side" if nearest.k3 < limit.QUANTISED_K3 else OTHER_PRECISION
     return stale.found(
@@ -297,11 +297,11 @@ def _by_version(tokens: Evidence) -> Found | None:
 
 
 def _by_step(tokens: Evidence) -> Found | None:
-    """K3 that changes over steps; or responses that only steps with other weights set apart."""
+    """Find a k3 that changes over steps, or responses that differ only in steps with other weights."""
     steps = steps_of(tokens)
     story = story_of(steps)
     groups = groups_of(tokens)
-    # Where most of a step are far, its k3 tells.
+    # If most responses of a step are far, its k3 shows it.
     apart = "" if groups is None or groups.apart_by == "step" else of_weights(tokens, groups)
     if story is None and not (apart and steps):
         return None
@@ -319,7 +319,7 @@ def _by_step(tokens: Evidence) -> Found | None:
 
 
 def _by_group(tokens: Evidence) -> Found | None:
-    """Responses of one file that differ more than those of the others: an engine or a rank with other weights."""
+    """Find responses of one file that differ more than those of other files: an engine or a rank with other weights."""
     groups = groups_of(tokens)
     if groups is None or groups.apart_by != "source":
         return None
@@ -333,7 +333,7 @@ def _by_group(tokens: Evidence) -> Found | None:
 
 
 def stale_by_size(left: Left) -> Found | None:
-    """A mean difference that no kernels give, where nothing else explains it: ``size`` of ``size.py`` asks."""
+    """Find a mean difference that no kernels give and no other cause explains. Called by ``size`` of ``size.py``."""
     gap = float(left.tokens.d_T.abs().mean())
     if gap <= limit.MAX_MEAN_ABS_DIFF or left.explained > limit.MAX_EXPLAINED_OF_WEIGHTS:
         return None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of causes, in the order in which they are looked for.
+"""The table of causes, in the order of the search.
 
-What is in the data itself comes first, then who and which tokens are affected, then what the log-probs are of, then
-when it started, then how large is what is left. The report calls
-:func:`search`, the audit :func:`diagnose`.
+First faults of the data itself, then affected responses and tokens, then the distribution of the log-probs, then the
+start of the mismatch, then the size of the rest. The report calls :func:`search`, the audit :func:`diagnose`.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ CAUSES: dict[str, Cause] = {
 
 
 def diagnose(evidence: Evidence) -> list[Diagnosis]:
-    """Causes that the evidence points to, in the order of :func:`search`."""
+    """Return the causes that match the evidence, in the order of :func:`search`."""
     return search(evidence)[0]
 
 
 def search(evidence: Evidence) -> tuple[list[Diagnosis], Left]:
-    """:func:`diagnose`, and what is left to explain then.
+    """Return the result of :func:`diagnose`, and the tokens left to explain.
 
-    Each rule sees what the rules before leave: tokens that a fault spoils are taken out, and a cause that explains a
-    share of k3 leaves the rest to others. First come faults, which a headline names, then causes that show themselves,
-    then a size of the rest, then what few tokens show; of each the surest first.
+    Each rule gets what earlier rules leave: a fault removes its tokens, and a cause that explains a share of k3 leaves
+    the rest. The result has faults first, which can be headlines, then causes with their own evidence, then the size of
+    the rest, then causes with few tokens; within each, in order of confidence.
     """
     found: list[Diagnosis] = []
     left = Left(evidence, evidence)
@@ -59,7 +58,7 @@ def search(evidence: Evidence) -> tuple[list[Diagnosis], Left]:
             continue
         each, taken_T = result
         tokens, explained = left.tokens, left.explained
-        # Not more than is left; what is not known stays so.
+        # Limit the share to the rest; NaN stays NaN.
         share = each.k3_share if taken_T is not None else min(each.k3_share, 1.0 - explained)
         found.append(replace(each, k3_share=share, is_of_rest=any(before.takes_out for before in found)))
         if taken_T is not None:
@@ -74,7 +73,7 @@ def search(evidence: Evidence) -> tuple[list[Diagnosis], Left]:
 
 
 def _asked(cause: Cause, left: Left) -> Found | None:
-    """Apply a rule. If k3 changed, earlier steps must show a setting, and a place must have nearly all of it."""
+    """Apply a rule. If k3 changed, a setting must also show in earlier steps; a shape must have nearly all of k3."""
     finding = cause.rule(left)
     if finding is None or not (cause.is_setting or cause.is_shape):
         return finding

@@ -1,150 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every threshold of the diagnosis. Each one follows from the geometry of a cause or from chance, unless it says so."""
+"""All thresholds of the diagnosis. Each follows from geometry or from chance, unless its text gives data."""
 
 import math
 
 # --- chance
 
 MIN_TOKENS = 64
-"""Fewer tokens, or pairs of neighbours, say too little about sizes, lines and shifts."""
+"""The least number of tokens, or of neighboring pairs, to measure sizes, lines and shifts."""
 MIN_SAMPLES = 16
-"""Fewer responses do not form two groups."""
+"""The least number of responses to form two groups."""
 MAX_CHANCE = 1e-3
-"""A smaller chance is no coincidence."""
+"""A smaller probability is not a coincidence."""
 SAMPLED_ERRORS = 3.0
-"""Standard errors. The mean of p / q over tokens that q sampled is 1, or less where few ratios have much of it."""
+"""Standard errors. The mean of p / q over tokens sampled from q is 1, or less if a few ratios dominate it."""
 PLACE_ERRORS, STEP_ERRORS = 6.0, 3.0
-"""Standard errors between two places of a response, two steps, or two weight versions."""
+"""Standard errors between two places of a response; between two steps or two weight versions."""
 
 # --- how much must be explained
 
 MIN_K3_SHARE = 0.1
 """A smaller share of k3 in less than a hundredth of the tokens is never certain and never the headline."""
 MAIN_SHARE = 0.5
-"""Of k3: a cause that explains so much leaves no tail or place to name."""
+"""Share of k3. If a cause explains this share, no tail or place is named."""
 SHAPE_OF_CHANGE = 0.8
-"""Of k3: where k3 changes over steps, a place or a tail has so much, or it is only where the change shows most."""
+"""Share of k3. If k3 changes over steps, a place or a tail must have this share; else it only shows the change most."""
 MAX_EXPLAINED = 0.87
-"""If other causes explain more of k3, the rest has no name: shares are not that exact."""
+"""If other causes explain more of k3, the rest is not classified, because shares are not that exact."""
 MAX_EXPLAINED_OF_WEIGHTS = 0.3
-"""If other causes explain more of k3, its size is no evidence about weights."""
+"""If other causes explain more of k3, the size of the rest is no evidence about weights."""
 
 # --- placeholders and log-probs that are none
 
 MIN_CONSTANT_TOKENS, MIN_PLACEHOLDERS = 8, 2
-"""So many equal log-probs are no coincidence; one extreme token is no pattern."""
+"""This many equal log-probs are not a coincidence; one extreme token is not a pattern."""
 PLACEHOLDER, MAX_LOG_PROB = -1000.0, 0.1
-"""Nats. No model gives a sampled token less in any dtype. Rounding the log-sum-exp to bfloat16 gives no more."""
+"""Nats. No model gives a sampled token less in any dtype; rounding the log-sum-exp to bfloat16 gives at most 0.1."""
 IMPROBABLE, CERTAIN, NEARLY_CERTAIN = -1.0, 0.98, 0.999
-"""Nats: what the other side finds less probable had no probability of 1. Two probabilities: above them a token says
-little about engines; and two log-probs may be equal by saturation alone."""
+"""Nats: below it on the other side, a token cannot have probability 1. Then two probabilities: above the first a token
+says little about engines; above the second two log-probs may be equal by saturation alone.
+"""
 ZEROS_OF_A_CUT = 0.5
-"""Zeros in place of log-probs are as often improbable to the other side as the rest, 1 times; zeros of a cut, to which
-it left no alternative, 0 times. This is halfway."""
+"""Placeholder zeros are improbable on the other side as often as other tokens (ratio 1). Zeros from truncated sampling,
+of tokens without an alternative, never are (ratio 0). This is halfway.
+"""
 MAX_FAR = 0.4
-"""Share of tokens in responses of another text, up to which their zeros are of that text."""
+"""Up to this share of tokens in responses with another text, their zeros are attributed to that text."""
 ZEROS_OF_A_PLACE, ZEROS_ELSEWHERE = 0.25, 0.25
-"""Zeros at one place of so many responses are no log-probs, unless alike tokens elsewhere are zeros so often as there.
-(Responses that a length limit ends have no end token.)"""
+"""If this share of log-probs at one place is 0, they are placeholders, unless similar tokens elsewhere are 0 at this
+fraction of the rate. (Responses that end at a length limit have no end token.)
+"""
 MAX_ZERO_GAP = 0.01
-"""Nats. Behavior log-probs that are all 0 need a trainer that is as certain."""
+"""Nats. Behavior log-probs that are all 0 are valid only if the trainer is equally certain."""
 MAX_CONSTANT_SPREAD, MAX_MEAN_ABS_DIFF = 0.1, 0.3
-"""Nats. Constants are legitimate where the other side varies less; a larger mean difference is no mismatch of kernels
-in any model of the lab (at most 0.1)."""
+"""Nats. Constants are valid if the other side varies less. A larger mean difference did not come from kernels in any
+model of the lab (at most 0.1).
+"""
 SUSPICIOUS_SHARE, ZERO_SHARE, MANY_POSITIVE = 0.01, 0.05, 0.5
-"""Of tokens: a mistake is a pattern from here on; a 0 may be that of a token without alternative; all of a response
-are wrong where most are above 0."""
+"""Shares of tokens. Above the first, an error is a pattern; above the second, zeros are one (a 0 may be a token without
+an alternative); above the third, all tokens of a response are wrong, because most are above 0.
+"""
 BASE_FACTOR, EXACT = 2.0 / 3.0, 0.45
-"""Of the mean distance of the differences from their median: what another base leaves at most where it makes the mean
-ratio 1, and where it does not, so that what is left is noise."""
+"""The largest share of the mean distance of differences from their median that remains after converting the base: if
+the mean ratio becomes 1, and if it does not, so that the remainder is noise.
+"""
 
 # --- shifted
 
 LAGS = (1, 2, 3)
 """Tokens by which one side may be shifted."""
 SHIFT_FACTOR, MIN_SHIFTED_TOKENS, MIN_SHIFTED_DIFF = 0.5, 8, 0.1
-"""Log-probs that fit so much better when moved by tokens are misaligned, if so many tokens of a response, half of them
-in either half of it, differ by so many nats."""
+"""Log-probs are misaligned if a shift reduces the difference by the first factor. For single responses, at least the
+second number of tokens, half of them in each half, must differ by the third number of nats.
+"""
 
 # --- groups of responses
 
 GROUP_FACTOR, MIN_GROUP_SIZE = 3.0, 3
-"""Two groups differ by this factor in ``|d| / (1 - p)``; the smaller has so many responses."""
+"""Two groups differ by this factor in ``|d| / (1 - p)``; the least number of responses in the smaller group."""
 MAX_BETWEEN, GROUP_SPREAD = 0.2, 0.05
-"""Of the smaller group, so many responses at most are in the middle third between both medians. The least standard
-deviation of a group, in log units: a response is a sample itself."""
+"""The largest number of responses in the middle third between both medians, as a share of the smaller group. The least
+standard deviation of a group, in log units, because a response is itself a sample.
+"""
 TELLS_APART, MAX_PERIOD = 0.9, 20
-"""Balanced accuracy with which one attribute tells two groups apart; the longest period of a row of responses."""
+"""The least balanced accuracy of an attribute that separates two groups; the longest period of a row of responses."""
 MIN_STILL, MIN_ROOM, MOVED_FACTOR = 0.5, 1e-6, 5.0
-"""Another text is as frequent where weights have not moved, by chance half as frequent at least. They have moved in
-steps that differ by this factor (at most 2.5 in 36 runs with up-to-date weights, 13 and more where an update moved a
-nearly certain policy); samples whose mean 1 - p is below the second are rounded too much to tell."""
+"""Another text is equally frequent where weights have not changed; with chance, at least half as frequent. A sample
+with a mean 1 - p below the second is rounded too much. Weights have changed in steps that differ by the third factor
+(at most 2.5 in 36 runs with up-to-date weights; 13 and more where an update changed a nearly certain policy).
+"""
 MAX_STALE_DIFF = 1.0
-"""Nats per token, where most open tokens were raised: another text is farther. (Weights eight updates stale set 1 %
-of the samples of SmolLM2 farther apart.)"""
+"""Nats per token, if the trainer finds most open tokens more probable: another text differs more. (Weights that were
+stale by eight updates moved 1 % of the samples of SmolLM2 farther.)
+"""
 
 # --- steps and versions
 
 GROWTH, TYPICAL_GROWTH, NOTICED = 3.0, 1.4, 1.5
-"""k3 has grown where it is so many times that of the first steps, and typical tokens so many times as far apart; a
-change of the third factor is told beside a size."""
+"""k3 has grown if it is the first factor times that of the first steps, and typical differences are the second factor
+times as large. A change by the third factor is reported with a size.
+"""
 MIN_GROWING, RISING = 3, 0.75
-"""Steps, and the share of steps with a rise, of a growth that is no jump."""
+"""The least number of steps, and the least share of steps with a rise, of a growth that is not a jump."""
 QUIET_K3 = 2e-4
-"""So little may come and go, and is not named beside a main cause."""
+"""A k3 below this may fluctuate, and is not named in addition to a main cause."""
 MIN_OPEN, RAISED, RAISED_ERRORS = 200, 0.55, 4.0
-"""Of so many open tokens, so many raised, and so many standard errors above one half: weights that have learned since.
-121 measurements with up-to-date weights had 39 to 54 % (lab/evidence/README.md)."""
+"""The trainer has newer weights if it finds this share of at least this many open tokens more probable, by this many
+standard errors above one half. 121 measurements with up-to-date weights had 39 to 54 % (lab/evidence/README.md).
+"""
 
 # --- places
 
 PLACES, STEP = (0, 8, 32, 64, 256), (4, 16)
-"""Starts of the places of a turn: a prefix shows in the first two, the fourth is the reference. Or as a step between so
-many tokens and the next ones, which noise that fades does not have."""
+"""Starts of the places of a turn: a prefix shows in the first two; the fourth is the reference. Or a prefix shows as a
+step between the first 4 tokens and the next ones, which fading noise does not have.
+"""
 SHORT_FACTOR = 2.0
-"""Factor of the limits if turns end before the fourth place, because noise fades within the reference."""
+"""Factor on the limits if turns end before the fourth place, because noise fades within the reference."""
 PER_OCTAVE, FIRST_LATE = 4, 20
-"""Bins of positions, each a quarter of an octave; the first, from 31 on, that may begin to differ."""
+"""Bins of positions per octave; the first bin, from position 31 on, at which a difference may begin."""
 PLACE_FACTOR, PLACE_K3_FACTOR, LEAST_LATE, LEAST_BEHIND = 2.0, 5.0, 0.1, 2
-"""Factors in shift and in k3 between places: noise that fades gave 1.6 and 3 in one engine of the lab. The least share
-of k3 of late tokens, and bins behind a place."""
+"""Factors in shift and in k3 between places: fading noise gave 1.6 and 3 in one engine of the lab. The least share of
+k3 of late tokens. The least number of bins after a place.
+"""
 
 # --- distributions
 
 WITHIN, LEAST_WITHIN, MOST_WITHIN = 0.6, 0.3, 0.92
-"""Share of the variance of log-probs within positions, which a temperature moves: the usual one, and its range in nine
-kinds of logits. No log-prob shows it. A share of k3 from it is right within a factor of 2."""
+"""Share of the variance of log-probs within positions, which a temperature scales: the usual value, and its range in
+nine kinds of logits. It cannot be measured from log-probs. A share of k3 from it is correct within a factor of 2.
+"""
 MIN_EXPLAINED, MIN_SLOPE, MIN_SLOPE_ERRORS = 0.06, 0.01, 6.0
-"""Of the variance by a line: a tenth of k3 by a temperature; and its least slope: a hundredth changes no run."""
+"""The least share of the variance explained by a line, which is a tenth of k3 from a temperature. The least slope: 0.01
+changes no run. Standard errors of the slope.
+"""
 CUT_EXPLAINED, ONE_SIDED, FITS, SAMPLED_FACTOR = 0.45, 0.9, 0.5, 0.5
-"""A cut looks like a rising line up to 0.42; it fits a power with -0.94 to -1; a temperature with less than 0.5; and
-the trainer's side sampled where its mean ratio is nearer to 1 by the last."""
+"""Truncated sampling gives a rising line up to 0.42 and a fit to a power of -0.94 to -1; a temperature gives less than
+0.5. The trainer's side sampled if its mean ratio is closer to 1 by the last factor.
+"""
 SMALLEST_TEMPERATURE = 0.1
 MIN_DEFICIT, MIN_DEFICIT_ERRORS, MIN_BELOW = 1e-3, 8.0, 0.9
-"""A mean ratio below 1 by so much and so many errors, with so many of the larger differences below 0, is of a cut."""
+"""Truncated sampling: the mean ratio is below 1 by this deficit and this many standard errors, and this share of the
+larger differences is below 0.
+"""
 SURE, SURE_BOUNDED, BOUNDED = (0.03, 20.0), (0.005, 12.0), 3.0
-"""Deficit and errors with which nothing but a cut lowers the mean ratio, in general and where no token loses so many
-nats: other prompts of a trained model leave 0.014 and 9."""
+"""Deficit and standard errors that only truncated sampling reaches, in general, and if no token loses 3 nats. Other
+prompts of a trained model gave 0.014 and 9.
+"""
 MAX_PADDING_GAP, SMALLEST_SHIFT = 0.05, 1e-5
 REPEATED_APART, MIN_REPEATED = 0.25, 32
-"""Penalties: of uncertain tokens that occurred before and of the others, the shares that the trainer finds more
-probable differ by so much; and so many tokens of either kind."""
+"""Penalties: the shares of uncertain tokens that the trainer finds more probable, among tokens that occurred before and
+other tokens, differ by this much; the least number of tokens of each kind.
+"""
 
 # --- tails
 
 TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.6, 0.002, 0.03
-"""Tokens so many times as far apart as is typical, with so much of k3: 0.5 to 1.3 % of them, with 0.75 to 0.95 of k3,
-where experts differ; less than 0.45, or more than 4 %, where only precision differs."""
+"""Tokens that differ by this factor more than is typical, with this share of k3. If experts differ, these are 0.5 to
+1.3 % of the tokens with 0.75 to 0.95 of k3; if only precision differs, they have less than 0.45, or are more than 4 %.
+"""
 MAX_FORMULA_STEPS, ALL = 1.5, 0.99
 
 # --- sizes
 
 KERNEL_K3, PRETRAINED_K3, QUANTISED_K3 = 1e-3, 3e-3, 7e-2
-"""Up to where kernels in bfloat16 of small models, of SmolLM2-135M, and low precision there explain a k3 per token.
-They are no limits of other models (Qwen2.5-Coder-1.5B has 2e-4 and 0.3): they choose which of several words for a size
-comes first, and the others are among its alternatives."""
+"""The largest k3 per token that bfloat16 kernels of small models, those of SmolLM2-135M, and low precision of
+SmolLM2-135M explain. Other models have other limits (Qwen2.5-Coder-1.5B has 2e-4 and 0.3). They only choose which class
+of a size comes first; the other classes are among its alternatives.
+"""
 SMALLEST_VOCABULARY, USUAL_VOCABULARY = 32, 32_000
-"""Tokens: letters, and what language models have at least. A guess among more is still worse."""
+"""Tokens: of a letter vocabulary, and of the smallest usual language model. A guess among more tokens is worse."""
 MAX_LISTED = 5
 
 LOG_NEARLY_CERTAIN = math.log(NEARLY_CERTAIN)

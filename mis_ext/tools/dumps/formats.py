@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of every format as rows, then as samples: what hosts write with torch, and JSON lines."""
+"""Read files of every format as rows, then as samples: torch files of frameworks, and JSON lines."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ KEYS = {
     "rollout_id": ("step",),
     "train_weight_version": (),
 }
-"""The keys of a row, each with its other names; of those that are there the first counts."""
+"""The keys of a row with their alternative names; the first name that exists is used."""
 CANARY = "on_policy_tokens_canary"
-"""Under ``metadata``, as :func:`mis_ext.rollout.generate` leaves it there."""
+"""A key of ``metadata``, written by :func:`mis_ext.rollout.generate`."""
 OPTIONAL = ("advantages", "rewards", "group_indices", "metadata")
-"""Not what a sample is about: a column of another length, as of a whole rollout in the file of a rank, is left out."""
+"""Optional columns: one of another length, such as that of a whole rollout in the file of one rank, is ignored."""
 OF_FILE = ("rollout_id", "train_weight_version")
-"""May also be one for the whole file, and no list."""
+"""May also be one value for the whole file instead of a list."""
 
 
 class Content(NamedTuple):
-    """The samples of a file, a row each under the names of :data:`KEYS`, and what it says of all of them.
+    """The samples of a file, one row each with the names of :data:`KEYS`, and properties of the file.
 
-    ``keys`` are those of the file. ``has_trainer`` is false for what a host dumps before the trainer gets it.
-    ``cp_rank`` holds parts of responses if ``cp_size`` is above 1.
+    ``keys`` are those of the file. ``has_trainer`` is false for data that a framework dumps before training. If
+    ``cp_size`` is above 1, the file has the parts of responses of ``cp_rank``.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -64,7 +64,7 @@ def _first(said: Mapping[str, Any], key: str) -> Any:
 
 
 def _content_of(samples: Sequence[Mapping[str, Any]], **of_all: Any) -> Content:
-    """Samples, each with its own keys; ``of_all`` is said of all of them."""
+    """Content of samples which each have their own keys; ``of_all`` applies to all."""
     if not samples:
         raise ValueError("holds no sample")
     rows = [{key: _first(sample, key) for key in KEYS} | of_all for sample in samples]
@@ -72,7 +72,7 @@ def _content_of(samples: Sequence[Mapping[str, Any]], **of_all: Any) -> Content:
 
 
 def read_torch(path: Path, *, trust_pickle: bool) -> Content:
-    """The content of a host's ``.pt`` file, in the old format or the new one."""
+    """Read a ``.pt`` file of a framework, in the old or new format."""
     content = _load(path, trust_pickle)
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, not a dict of lists")
@@ -98,8 +98,8 @@ def read_torch(path: Path, *, trust_pickle: bool) -> Content:
 
 
 def _rows_of(columns: Mapping[str, Any], *, has_parts: bool) -> list[dict[str, Any]]:
-    """Lists with a value per sample as rows; without any known key one that lacks everything."""
-    # What only parts need may be of the whole rollout elsewhere.
+    """Convert lists with one value per sample to rows; without any known key, one empty row."""
+    # Without parts, these keys may be for the whole rollout.
     unused = () if has_parts else ("total_lengths", "max_seq_lens")
     lists = {key: columns[key] for key in KEYS if key not in unused and columns.get(key) is not None}
     of_file = {key: lists.pop(key) for key in OF_FILE if not isinstance(lists.get(key, []), list)}
@@ -115,7 +115,7 @@ def _rows_of(columns: Mapping[str, Any], *, has_parts: bool) -> list[dict[str, A
 
 
 def _is_list(value: Any) -> bool:
-    """True for a list, an array, or a tensor. Without a dimension, the last two have ``__len__`` and no length."""
+    """True for a list, array, or tensor with a length. Zero-dimensional ones have ``__len__`` but no length."""
     return hasattr(value, "__len__") and not isinstance(value, Mapping) and getattr(value, "ndim", 1) > 0
 
 
@@ -124,11 +124,11 @@ def _load(path: Path, trust_pickle: bool) -> Any:
         with torch.serialization.safe_globals(_harmless()):
             return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
     except Exception as error:
-        # A file that ends early can fail anywhere; only of one that cannot be opened the error has the name.
+        # A truncated file can raise any error. Only the error for a file that cannot be opened has the file name.
         if isinstance(error, OSError) and error.filename is not None:
             raise
         lines = str(error).splitlines() or ["it ends early"]
-        # Of PyTorch's advice only which type it is.
+        # From PyTorch's advice keep only the type.
         reason = next((line for line in lines if "Unsupported" in line), lines[0]).strip().partition(". ")[0]
         raise ValueError(
             f"cannot be read: {reason} (if it holds more than tensors and you trust whoever wrote it: --trust-pickle)"
@@ -136,22 +136,22 @@ def _load(path: Path, trust_pickle: bool) -> Any:
 
 
 def _harmless() -> list[Any]:
-    """Harmless types among the tensors of frameworks: a range, and NumPy's numbers and arrays."""
+    """Harmless types in dumps of frameworks: a range, and NumPy's numbers and arrays."""
     if find_spec("numpy") is None:
         return [range]
     import numpy
 
     dtypes = {type(numpy.dtype(name)) for name in ("bool", "int32", "int64", "float32", "float64")}
     makers: list[Any] = [numpy.zeros(1).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
-    # NumPy 2 calls the package by another name than NumPy 1, and a file may come from either.
+    # NumPy 1 and NumPy 2 name the package differently, and a file may come from either.
     named = [(maker, f"numpy.{core}.multiarray.{maker.__name__}") for core in ("core", "_core") for maker in makers]
     return [range, numpy.ndarray, numpy.dtype, *dtypes, *named]
 
 
 def read_json_lines(path: Path) -> Content:
-    """The content of a file of JSON lines, an object each."""
+    """Read a file of JSON lines with one object each."""
     rows: list[dict[str, Any]] = []
-    # As bytes, where only a line feed ends a line: JSON leaves other such characters as they are.
+    # Read bytes, so that only a line feed ends a line: JSON strings may contain other line separators.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -170,7 +170,7 @@ def read_json_lines(path: Path) -> Content:
 class ContextPart(NamedTuple):
     """Part of a response's log-probs on a context-parallel rank with the zigzag layout.
 
-    ``laid_out_length`` is that of the whole sequence, with its padding where sequences are padded.
+    ``laid_out_length`` is the length of the whole sequence, including padding.
     """
 
     rank: int
@@ -181,31 +181,31 @@ class ContextPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DumpedSample:
-    """One sample; None for what the file does not hold. ``T`` counts the tokens of the response.
+    """One sample; None for data that the file lacks. ``T`` is the number of response tokens.
 
-    Lists of numbers may be tensors, NumPy arrays or lists, as they were dumped.
+    Lists of numbers may be tensors, NumPy arrays or lists, as in the file.
 
     Attributes:
-        proximal_log_probs: The trainer's, ``[T]``, in nats.
-        behavior_log_probs: The inference engine's, likewise.
-        response_mask: ``[T]``, nonzero where a token is trained. Ones where the file has only a length.
-        response_length: ``T``, if the file says it.
-        token_ids: Prompt and response, as the trainer scored them.
-        response_ids: The last of them, ``[T]``; all where they are fewer than the response has.
-        sampled_ids: The response, ``[T]``, as the engine sampled it.
-        proximal_weight_version: With which the trainer scored.
-        behavior_weight_versions: All with which the engine sampled.
-        rollout_id: The host's number of the rollout.
-        sample_index: The host's number of the sample.
-        part: Set where the log-probs are a part of the response only, because the others were not found.
-        problem: Why the sample cannot be used, where its file says so.
-        path: The file; of a response that was joined from several, the first. Empty: it is from no file.
-        index: The sample's place in it.
-        advantages: Of each token ``[T]``, or one number for all, 0-dim.
-        reward: As the host dumped it.
-        group_index: Of the samples with one prompt, as the host dumped it.
-        canary: What the canary of :func:`mis_ext.rollout.generate` said of the engine's weights.
-        keys: All that the file has.
+        proximal_log_probs: Log-probs of the trainer, ``[T]``, in nats.
+        behavior_log_probs: Log-probs of the inference engine, ``[T]``, in nats.
+        response_mask: ``[T]``, nonzero for trained tokens. Ones if the file has only a length.
+        response_length: ``T``, if the file has it.
+        token_ids: Ids of prompt and response, as scored by the trainer.
+        response_ids: The last ``T`` of them; all if there are fewer.
+        sampled_ids: Ids of the response as sampled by the engine, ``[T]``.
+        proximal_weight_version: Weight version of the trainer's scoring.
+        behavior_weight_versions: All weight versions with which the engine sampled.
+        rollout_id: The framework's number of the rollout.
+        sample_index: The framework's number of the sample.
+        part: Set if the log-probs are only a part of the response, because the other parts were not found.
+        problem: Why the sample cannot be used, if its file shows it.
+        path: The file, or the first of several joined files. Empty if not from a file.
+        index: Index of the sample in the file.
+        advantages: One per token, ``[T]``, or a 0-dim tensor for all tokens.
+        reward: As dumped by the framework.
+        group_index: Shared by the samples of one prompt, as dumped by the framework.
+        canary: Result of the canary of :func:`mis_ext.rollout.generate` for the engine's weights.
+        keys: All keys of the file.
     """
 
     proximal_log_probs: Tensor | None
@@ -236,7 +236,7 @@ class DumpedSample:
 
     @property
     def step(self) -> str:
-        """Name of its rollout; ``0`` where the file says none."""
+        """Name of its rollout; ``0`` if the file has none."""
         return "0" if self.rollout_id is None else str(self.rollout_id)
 
     @property
@@ -258,12 +258,12 @@ class DumpedSample:
         shapes = {key: torch.as_tensor(values).shape for key, values in lists.items() if values is not None}
         if len({*shapes.values()}) > 1 or any(len(shape) != 1 for shape in shapes.values()):
             lengths = (f"{key} {' x '.join(map(str, shape)) or 'a number'}" for key, shape in shapes.items())
-            return f"lists of other lengths: {', '.join(lengths)}"
+            return f"lists of different lengths: {', '.join(lengths)}"
         return None
 
     @property
     def is_one_memory(self) -> bool:
-        """True if the log-probs of both sides are one tensor in the file: one was filled in from the other."""
+        """True if the log-probs of both sides share memory in the file: one was copied from the other."""
         proximal, behavior = self.proximal_log_probs, self.behavior_log_probs
         if proximal is None or behavior is None or not proximal.numel():
             return False
@@ -283,7 +283,7 @@ class Skipped(NamedTuple):
         return f"{self.path}: {what}: {self.reason}"
 
 
-# What torch, NumPy and Python raise over numbers that are none, or of another shape than a list of them.
+# Errors that torch, NumPy and Python raise for invalid numbers, or for a shape that is not a list.
 _OF_CONTENT = (TypeError, ValueError, RuntimeError, OverflowError, AttributeError, IndexError, KeyError)
 _NO_TRAINER = (
     "the file was written before training: it has no trainer log-probs (the audit reads it with --engine-records)"
@@ -291,7 +291,7 @@ _NO_TRAINER = (
 
 
 def read_file(path: Path, *, trust_pickle: bool) -> list[DumpedSample]:
-    """The samples of a file; of a ``.pt`` file without any known key one that lacks everything."""
+    """Read the samples of a file. A ``.pt`` file without any known key gives one empty sample."""
     try:
         if path.suffix == ".pt":
             return _to_samples(read_torch(path, trust_pickle=trust_pickle), str(path))
@@ -348,11 +348,11 @@ def _problem_of(row: Mapping[str, Any]) -> str | None:
             found = torch.ones(()) if values is None else torch.as_tensor(values).double()
         except _OF_CONTENT as error:
             return f"{key} is not comparable: {error}"
-        # NaN is in no range, and no integer.
+        # NaN is neither in a range nor an integer.
         if key == "loss_mask" and not bool(((found >= 0) & (found <= 1)).all()):
             return "loss_mask has values that are not in [0, 1]"
         if key != "loss_mask" and not torch.equal(found.long().double(), found):
-            return f"{key} is not comparable: it has values that are no integers"
+            return f"{key} is not comparable: it has values that are not integers"
     return None
 
 
@@ -372,7 +372,7 @@ def _integer(row: Mapping[str, Any], key: str, *, low: float = -math.inf) -> int
         number = None if value is None else int(value)
     except _OF_CONTENT:
         number = None
-    # A fraction is an error, also one of torch or NumPy. A string does not equal its number.
+    # A fraction is an error, also in torch or NumPy. Strings are excluded because they never equal their number.
     is_fraction = number is not None and not isinstance(value, str) and bool(value != number)
     if value is not None and (number is None or number < low or is_fraction):
         least = f" of at least {low:g}" if math.isfinite(low) else ""
@@ -396,7 +396,7 @@ def _part(row: Mapping[str, Any], content: Content) -> ContextPart | None:
 
 
 def _narrowest_dtype(rows: Iterable[Mapping[str, Any]]) -> torch.dtype:
-    """Return float32 if it holds all log-probs of lists exactly, else float64."""
+    """Return float32 if it represents all log-probs of lists exactly, else float64."""
     lists = [
         found
         for row in rows
@@ -409,7 +409,7 @@ def _narrowest_dtype(rows: Iterable[Mapping[str, Any]]) -> torch.dtype:
 
 
 def _numbers(row: Mapping[str, Any], key: str, dtype: torch.dtype, *, may_be_one: bool = False) -> Tensor | None:
-    """A tensor as it is; a list, or one number, in this type."""
+    """Return a tensor unchanged; convert a list or a number to ``dtype``."""
     values = row.get(key)
     if values is None:
         return None
@@ -417,7 +417,7 @@ def _numbers(row: Mapping[str, Any], key: str, dtype: torch.dtype, *, may_be_one
         is_legal, found = not values.is_complex() and values.layout is torch.strided, values
     else:
         try:
-            # Engines return None where they scored nothing; as NaN it is INVALID unless it is masked.
+            # Engines return None for tokens without a score. It becomes NaN, which is INVALID unless it is masked.
             many = isinstance(values, Iterable)
             found = torch.tensor(
                 [math.nan if each is None else each for each in values] if many else values, dtype=dtype
@@ -431,7 +431,7 @@ def _numbers(row: Mapping[str, Any], key: str, dtype: torch.dtype, *, may_be_one
 
 
 def _mask(row: Mapping[str, Any], length: int | None, index: int) -> Any:
-    """The mask of the response; where there is none but a length, ones, so that the length is compared too."""
+    """The mask of the response. With only a length it is ones, so that the length is compared too."""
     mask = row.get("loss_masks")
     if mask is None:
         return None if length is None else torch.ones(length)
@@ -450,7 +450,7 @@ def _response_ids(row: Mapping[str, Any], length: int | None) -> Any:
 
 
 def _flat_versions(versions: Any) -> list[str]:
-    """All versions in what hosts store: a version, a list of them, or nested lists of ``{"version": ...}``."""
+    """Flatten the versions of a framework: a version, a list of versions, or nested lists of ``{"version": ...}``."""
     if versions is None:
         return []
     if isinstance(versions, Mapping):

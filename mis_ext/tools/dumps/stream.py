@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of many files, one file in memory at a time; of several ranks joined to whole samples, each once.
+"""Read samples of many files, with one file in memory at a time, and join the parts of several ranks.
 
-A sample is known by its folder, rollout, number and ids. Ranks of tensor parallelism repeat each other's samples; those
-of an earlier pipeline stage have no trainer log-probs; those of context parallelism have parts of responses.
+Folder, rollout, number and ids identify a sample. Tensor-parallel ranks repeat the same samples; ranks of earlier
+pipeline stages have no trainer log-probs; context-parallel ranks have parts of responses.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _ONE_MEMORY = (
 
 
 class Dumps:
-    """Samples of files, read anew by each iteration; of a host that wrote a file per rank, joined to whole samples.
+    """Samples of files. Each iteration reads them again, and joins the files of several ranks to whole samples.
 
-    In memory are one file, and what still lacks a part that another rank's file may have.
+    It keeps one file in memory, and samples that wait for the part of another rank.
 
     Args:
         paths: ``.pt`` and ``.jsonl`` files, see :mod:`mis_ext.tools.dumps`.
-        trust_pickle: Let a ``.pt`` file create any Python object, which can run any code in it.
-        need_tokens: Whether it is an error if no token can be used.
-        watch: Gets the paths and hands them out again, one when it is read: for a progress bar.
+        trust_pickle: Let a ``.pt`` file create any Python object. This can run any code in the file.
+        need_tokens: Whether it is an error if no token is usable.
+        watch: Wraps the iteration over paths, for a progress bar.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class Dumps:
 
     @property
     def skipped(self) -> list[Skipped]:
-        """What the last iteration did not hand out so far, and why. Whatever is not here was handed out."""
+        """Data that the last iteration has not yielded so far, and why. All other data was yielded."""
         return self._joiner.skipped
 
     def __iter__(self) -> Iterator[DumpedSample]:
-        """Each sample once, as soon as it is whole; those that lack something last.
+        """Yield each sample once, as soon as it is complete; incomplete samples come last.
 
         Raises:
-            OSError: A file cannot be opened.
-            ValueError: The content of a file has no known format, files contradict each other, or no token can be
-                used: none has a log-prob of both sides, finite and under no mask. The message names the file.
+            OSError: If a file cannot be opened.
+            ValueError: If a file has an unknown format, files contradict each other, or no token is usable (unmasked,
+                with finite log-probs of both sides). The message names the file.
         """
         self._joiner, is_usable, obstacle = Joiner(), False, ""
         for sample in self._samples():
@@ -85,13 +85,13 @@ class Dumps:
             if not samples:
                 joiner.empty.append(Skipped(str(path), None, "holds no sample"))
             yield from joiner.add_file(samples)
-            # Before the next file is read.
+            # Free memory before the next file is read.
             del samples
         yield from joiner.rest()
 
 
 def num_usable_tokens(sample: DumpedSample) -> int:
-    """Tokens under no mask whose two log-probs are finite; 0 where the lists do not fit each other."""
+    """Count unmasked tokens with two finite log-probs; 0 if the lists have different lengths."""
     proximal, behavior, mask = sample.proximal_log_probs, sample.behavior_log_probs, sample.response_mask
     if sample.problem is not None or proximal is None or behavior is None or proximal.shape != behavior.shape:
         return 0
@@ -102,7 +102,7 @@ def num_usable_tokens(sample: DumpedSample) -> int:
 
 @dataclass
 class _Known:
-    """Parts of one sample by context-parallel rank, until it is complete, with their contents and places."""
+    """Parts of one sample by context-parallel rank until it is complete, with their fingerprints and files."""
 
     parts: dict[int, DumpedSample] = field(default_factory=dict)
     held: dict[int, tuple[Any, str]] = field(default_factory=dict)
@@ -110,9 +110,9 @@ class _Known:
 
 
 class Joiner:
-    """Takes the samples of one file after another, and hands out each when it is whole; bits that repeat are skipped.
+    """Takes the samples of one file after another, and yields each when it is complete. It skips bitwise repetitions.
 
-    Tensors of a sample that is whole are not kept.
+    It does not keep the tensors of complete samples.
     """
 
     def __init__(self) -> None:
@@ -123,15 +123,15 @@ class Joiner:
 
     @property
     def skipped(self) -> list[Skipped]:
-        """Return the skipped data: an entry per file and reason, with the number of samples."""
+        """The skipped data: one entry per file and reason, with the number of samples."""
         return self.empty + [Skipped(path, count, reason) for (path, reason), count in self._skipped.items()]
 
     def add_file(self, samples: list[DumpedSample]) -> Iterator[DumpedSample]:
-        """The samples that are whole with those of one more file."""
+        """Add the samples of a file, and yield those that are now complete."""
         met: Counter[Any] = Counter()
         for sample in samples:
             key = self._identity(sample)
-            # Samples of one file are all different ones.
+            # Samples of one file are always different samples.
             met[key] += 1
             if key is None:
                 unnumbered = "a part of a response without sample_indices: its other parts cannot be found"
@@ -140,7 +140,7 @@ class Joiner:
                 yield from self._add(sample, self._known.setdefault((key, met[key]), _Known()))
 
     def rest(self) -> Iterator[DumpedSample]:
-        """The samples of which something is missing."""
+        """Yield the incomplete samples."""
         for known in self._known.values():
             if not known.is_whole:
                 yield _incomplete(known.parts)
@@ -170,7 +170,7 @@ class Joiner:
                 raise ValueError(
                     f"{sample.name}: context-parallel rank {rank} has other numbers in {path}; give files of one run"
                 )
-            # Tensor-parallel ranks that disagree, or two runs in one folder: each has its say.
+            # Tensor-parallel ranks disagree, or a folder has two runs: yield both.
             yield sample
             return
         known.held[rank] = ((proximal, rest), sample.path)
@@ -181,7 +181,7 @@ class Joiner:
 
 
 def fingerprint(values: Any) -> int | None:
-    """A number that is the same for the same bits, and so one for a NaN; None for nothing."""
+    """Hash of the bits of values, so equal NaNs have equal hashes; None for None."""
     if values is None:
         return None
     if isinstance(values, Tensor):
@@ -203,7 +203,7 @@ def _joined(parts: Mapping[int, DumpedSample]) -> DumpedSample:
         behavior_log_probs=_whole(first, {rank: part.behavior_log_probs for rank, part in parts.items()}),
         advantages=_whole(first, advantages) if are_of_tokens else first.advantages,
         part=None,
-        # Joining makes two tensors of one.
+        # Joining creates two tensors, so check for shared memory before.
         problem=_ONE_MEMORY if any(part.is_one_memory for part in parts.values()) else first.problem,
     )
 
@@ -212,7 +212,7 @@ def _whole(sample: DumpedSample, of_rank: Mapping[int, Tensor | None]) -> Tensor
     part, length = sample.part, sample.response_length
     assert part is not None
     assert length is not None
-    # The logits of a token, which decide who owns it, lie one position before it.
+    # The logits of a token, whose position decides its owner, are one position before it.
     first = part.total_length - length - 1
     whole: Tensor | None = None
     for rank, values in of_rank.items():

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mismatch report: where two engines disagree, and what each configuration would have done about it.
+"""The mismatch report: where trainer and engine differ, and the effect of each configuration.
 
-Parts of a run go in (:class:`Parts` makes them of dumps, :meth:`Part.of_lists` of tensors); a :class:`Collector` keeps
-sums of them, of which the typed :class:`Summary` is computed. It needs nothing but torch; the page needs
-``mis_ext[report]``.
+The input is parts of a run, from dumps (:class:`Parts`) or from tensors (:meth:`Part.of_lists`). A :class:`Collector`
+keeps their sums and computes the typed :class:`Summary`. This needs only torch; the page needs ``mis_ext[report]``.
 """
 
 from mis_ext.tools.diagnosis.evidence import Origin

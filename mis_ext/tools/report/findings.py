@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings in the files of one run: sums of its parts, the summary, likely causes, and the rest."""
+"""Findings for one run: sums of its parts, summary, likely causes, and the unexplained rest."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ NUM_WORST = 30
 
 
 class Collector:
-    """Adds up the parts of a run: of each it keeps counts, sums and numbers per sequence, not the tokens.
+    """Accumulates the parts of a run. It keeps counts, sums and numbers per sequence, not the tokens.
 
     Args:
-        configs: By name, what to try on them.
-        methods: By name, the published method that such a configuration stands beside.
-        num_worst: How many tokens and samples are listed.
-        pool: Where the independent counts of a part run. Torch should then have one thread: its own wait for each
+        configs: Configurations to evaluate, by name.
+        methods: The published method of a configuration, by name.
+        num_worst: Number of tokens and samples to list.
+        pool: Runs the independent counts of a part. Set torch to one thread then, because its threads wait for each
             other on tensors of this size.
     """
 
@@ -57,7 +57,7 @@ class Collector:
         self._worst: list[WorstToken] = []
 
     def add(self, part: Part) -> None:
-        """Add the sums of one more part, and try each configuration on it."""
+        """Add the sums of one part, and evaluate each configuration on it."""
         counts = [self._count, *(each.add for each in self._what_if.values())]
         run = map if self._pool is None else self._pool.map
         deque(run(lambda count: count(part), counts), maxlen=0)
@@ -73,10 +73,10 @@ class Collector:
         self._gathering.add(part.evidence)
 
     def summary(self) -> Summary:
-        """The summary of all parts that were added until now.
+        """The summary of all parts added so far.
 
         Raises:
-            ValueError: There was none.
+            ValueError: If no part was added.
         """
         steps = {step: (tally, Sequences.joined(self._sequences[step])) for step, tally in self._tallies.items()}
         return build_summary(steps, worst_tokens=self._worst, max_worst=self._num_worst)
@@ -87,19 +87,19 @@ class Collector:
 
     @torch.no_grad()
     def search(self) -> tuple[list[Diagnosis], Left]:
-        """Likely causes, and what they leave to explain."""
+        """Likely causes, and the unexplained rest."""
         return search(self._gathering.evidence)
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Tokens that each configuration kept, removed, and left, by its name."""
+        """The outcome of each configuration by name."""
         return {name: what_if.outcome() for name, what_if in self._what_if.items()}
 
 
 def summarize(parts: Iterable[Part]) -> Summary:
-    """The summary of a run from its parts.
+    """Compute the summary of a run from its parts.
 
     Raises:
-        ValueError: There is none.
+        ValueError: If there is no part.
     """
     collector = Collector()
     for part in parts:
@@ -109,9 +109,10 @@ def summarize(parts: Iterable[Part]) -> Summary:
 
 @dataclass(frozen=True)
 class Unexplained:
-    """The rest that no cause explains: its share of k3, and its k3 per token; NaN without a token.
+    """The unexplained rest: its share of k3, and its k3 per token; NaN without tokens.
 
-    ``is_at_least``: a cause explains up to its share, so that more may be left. ``is_of_rest``: tokens were taken out.
+    ``is_at_least``: the share of a cause is an upper limit, so the rest may be larger. ``is_of_rest``: tokens were
+    removed.
     """
 
     k3_share: float
@@ -139,7 +140,7 @@ class Unexplained:
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """Findings in files; ``skipped`` says which part of the input is missing or changed, and why."""
+    """Findings in files. ``skipped`` lists missing or changed input, and why."""
 
     sources: tuple[str, ...]
     summary: Summary
@@ -149,13 +150,13 @@ class Findings:
 
     @property
     def name(self) -> str:
-        """By which a reader knows it: its file, or the first and the last of its files."""
+        """Name of the run: its file, or its first and last file."""
         if len(self.sources) < 2:
             return "".join(self.sources) or "without a name"
         return f"{self.sources[0]} to {self.sources[-1]}, {len(self.sources)} files"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, for JSON: NaN is None, a number beyond all bounds a string."""
+        """Return all numbers for JSON, with None for NaN and a string for infinity."""
         names = ("sources", "skipped", "diagnoses", "unexplained", "summary")
         return {name: to_jsonable(getattr(self, name)) for name in names}
 
@@ -166,7 +167,7 @@ def read_findings(
     *,
     sources: Iterable[str] = (),
 ) -> Findings:
-    """Read dumps and find their causes."""
+    """Read dumps, and find likely causes."""
     collector = Collector() if collector is None else collector
     parts = Parts(dumps)
     for part in parts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's numbers of a running job, on its dashboard: once per rollout, of the samples of all ranks."""
+"""Log the report's numbers during training, once per rollout, over the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from mis_ext.tools.report.tally import SUMS_OF_TOKENS, Sequences, TokenTally
 PREFIX = "mismatch/"
 STEP = f"{PREFIX}rollout_id"
 _LEFT_OUT = ("reward", *OF_PROMPTS)
-"""The host logs its reward itself, and does not say here which samples have one prompt."""
+"""The framework logs the reward itself, and does not say here which samples share a prompt."""
 
 _HOOK = "--rollout-data-postprocess-path mis_ext.log_mismatch"
-_REMEDY = "take --get-mismatch-metrics, which runs it all the same, or leave this function out"
+_REMEDY = "use --get-mismatch-metrics, which runs it in any case, or remove this function"
 _logger = logging.getLogger(__name__)
 
 
 def log_mismatch(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
-    """Log the report's numbers for the samples of one rollout, of all ranks. It changes no data.
+    """Log the report's numbers for the samples of one rollout on all ranks. It changes no data.
 
-    For ``--rollout-data-postprocess-path mis_ext.log_mismatch``. One rank writes: the first rank of the last pipeline
-    stage, on which slime opens its own logger. It writes one line into the log. If a wandb run is open, the numbers go
-    there. Otherwise they go to TensorBoard, if it is installed, into the folder that ``MISMATCH_LOG_DIR`` names.
+    Use it with ``--rollout-data-postprocess-path mis_ext.log_mismatch``. Only the first rank of the last pipeline stage
+    writes, where slime opens its own logger. It writes one log line. If a wandb run is open, it also logs the numbers
+    there; otherwise to TensorBoard, if installed, in the folder ``MISMATCH_LOG_DIR``.
 
     Args:
-        args: The host's arguments; not read.
+        args: Arguments of the framework; not used.
         rollout_id: Number of the rollout.
-        rollout_data: This rank's samples: ``log_probs``, ``rollout_log_probs``, ``loss_masks``, ``total_lengths``,
-            ``response_lengths``. Log-probs are those of this rank's tokens, masks those of whole responses.
+        rollout_data: Samples of this rank: ``log_probs``, ``rollout_log_probs``, ``loss_masks``, ``total_lengths``,
+            ``response_lengths``. Log-probs cover this rank's tokens; masks cover whole responses.
 
     Raises:
-        ValueError: The host gives no rollout data (Miles), or has not scored the rollout before training.
-        RuntimeError: Another rank failed; it is named, and its own error says why.
+        ValueError: If the framework gives no rollout data (Miles), or has not scored the rollout before training.
+        RuntimeError: If another rank failed. The message names it; the error of that rank gives the reason.
     """
     if rollout_data is None:
-        raise ValueError(f"{_HOOK}: this host passes no rollout data (Miles); run `mis-ext report` on its dumps")
+        raise ValueError(f"{_HOOK}: this framework passes no rollout data (Miles); run `mis-ext report` on its dumps")
     megatron = initialized_megatron()
-    # Earlier stages have no log-probs, and nobody of this stage's groups is among them.
+    # Earlier stages have no log-probs, and are not in the groups of this stage.
     if megatron is not None and not megatron.is_pipeline_last_stage():
         return
     groups = find_groups()
@@ -64,10 +64,10 @@ def log_mismatch(args: Any, rollout_id: int | None = None, rollout_data: dict[st
 
 
 def rollout_mismatch(rollout_data: dict[str, Any], groups: Groups, rollout_id: int | None = None) -> dict[str, float]:
-    """The numbers of :class:`~mis_ext.tools.report.Mismatch` by name, the same on every rank of ``groups``.
+    """Return the numbers of :class:`~mis_ext.tools.report.Mismatch` by name, equal on all ranks of ``groups``.
 
-    Without the reward, which the host logs itself, and without what needs the prompts. The arguments and errors are
-    those of :func:`log_mismatch`.
+    It omits the reward, which the framework logs itself, and numbers that need the prompts. Arguments and errors: see
+    :func:`log_mismatch`.
     """
     try:
         device = device_of_rollout(rollout_data)
@@ -82,13 +82,13 @@ def rollout_mismatch(rollout_data: dict[str, Any], groups: Groups, rollout_id: i
 
 
 Share = tuple[TokenTally, Sequences]
-"""Sums of some tokens. Those by position and by turn are wrong where a sequence is split: use none of them."""
+"""Sums of some tokens. Do not use the sums by position and by turn: they are wrong for split sequences."""
 
 
 def _share(streams: PackedStreams) -> Share:
-    """The sums of the tokens that this rank holds."""
+    """The sums over this rank's tokens."""
     layout = streams.layout
-    # Sums do not ask where in its response a token lies: the local tokens of a sequence are a whole one here.
+    # Sums do not depend on positions, so the local tokens of a sequence count as a whole sequence.
     local = PackedStreams(
         streams.proximal_logprobs_T.cpu(),
         streams.behavior_logprobs_T.cpu(),
@@ -101,7 +101,7 @@ def _share(streams: PackedStreams) -> Share:
 
 
 def _over_ranks(share: Share | int, groups: Groups) -> Share | int:
-    """The share of all ranks, or the rank that failed; a rank that failed takes part in every collective."""
+    """Reduce over all ranks, or return the rank that failed. A failed rank joins every collective too."""
     for group, join in ((groups.cp_group, _joined_tokens), (groups.dp_group, Sequences.joined)):
         shares = gather_objects(share, group)
         failed = [each for each in shares if isinstance(each, int)]
@@ -114,7 +114,7 @@ def _over_ranks(share: Share | int, groups: Groups) -> Share | int:
 
 
 def _joined_tokens(shares: Sequence[Sequences]) -> Sequences:
-    """The sequences of context-parallel ranks: each has some tokens of every one."""
+    """Join the sequences of context-parallel ranks, which each have some tokens of every sequence."""
     columns = shares[0].columns.clone()
     columns[:, SUMS_OF_TOKENS] = torch.stack([share.columns[:, SUMS_OF_TOKENS] for share in shares]).sum(0)
     return replace(shares[0], columns=columns)
@@ -123,10 +123,10 @@ def _joined_tokens(shares: Sequence[Sequences]) -> Sequences:
 def _write(numbers: dict[str, float], rollout_id: int) -> None:
     shown = ", ".join(f"{name} {numbers[PREFIX + name]:.6g}" for name in ("k3", "abs_p99", "ess_sequence"))
     _logger.info("mismatch of rollout %d, of the samples of all ranks: %s", rollout_id, shown)
-    # Where a run is open, the host has imported it.
+    # If a run is open, the framework has imported wandb.
     wandb = sys.modules.get("wandb")
     if wandb is not None and wandb.run is not None:
-        # An axis of its own: the host's steps may count optimizer steps.
+        # A separate axis, because the framework's steps may be optimizer steps.
         wandb.define_metric(f"{PREFIX}*", step_metric=STEP)
         wandb.log(numbers | {STEP: rollout_id})
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as one page of HTML that needs nothing else: ``page.html`` with its numbers. Its script only sorts."""
+"""Render the report as one self-contained HTML page from ``page.html``. Its script only sorts."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ _SECTIONS = {
 
 
 MEANING = {
-    "k3": "KL(behavior, proximal) per token. Worry if it grows, or is far above what your model has when healthy. With "
-    "up-to-date weights of SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1).",
+    "k3": "KL(behavior, proximal) per token. Too high if it grows, or is far above the usual value of your model. "
+    "With up-to-date weights of SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1).",
     "reverse_k3": "KL(proximal, behavior) per token. Far from k3: a heavy tail on one side.",
-    "k1": "-mean d: a noisy KL of any sign. Far above k3: the trainer scores what cannot have been sampled.",
-    "abs_mean": "Mean |d| in nats. Above 0.3 it is a mistake or stale weights, not kernels.",
+    "k1": "-mean d: a noisy KL of any sign. Far above k3: the trainer scores tokens that cannot have been sampled.",
+    "abs_mean": "Mean |d| in nats. Above 0.3 the cause is a bug or stale weights, not kernels.",
     "abs_p99": "One token in a hundred differs by more.",
     "abs_max": "The largest |d|. A single token above 20 is a sentinel or another text.",
     "total_variation": "Share of probability that trainer and engine give to different tokens.",
     "ratio_mean": "1 if both score the distribution that was sampled. Below 1: top-p, top-k or padding.",
     "ess_token": "Effective share of tokens if each is weighted by its ratio. Below 0.9 weights add variance.",
     "ess_sequence": "The same for products over responses. Below 0.2 a tenth of them has half of all weight.",
-    "k_hat": "Tail of the products: below 0.5 it is fine, above 0.7 their mean is unreliable.",
+    "k_hat": "Tail of the products: good below 0.5; above 0.7 their mean is unreliable.",
     "zero_share": "Tokens with equal log-probs on both sides. All: true on-policy, or a copy.",
 }
-"""Numbers of the summary that are explained on the page, in this order."""
+"""The numbers of the summary that the page explains, in this order."""
 
 
 NUMBERS = ("number", "A", "B", "change", "95 % interval")
@@ -59,10 +59,10 @@ CAUSES = ("cause", "A", "B", "found in")
 """Titles of the two tables."""
 
 _REMARKS = (
-    "Change: x is A / B. Shares, and what may be 0 or less, have A - B with its sign.",
-    "95 % interval: over prompts, because responses to one prompt are alike. A response of unknown prompt counts as a "
-    "prompt. It is Welch's, of the standard error of a ratio of two sums (Cochran, Sampling Techniques, 1977, chapter "
-    "6; over clusters: Miller, Adding Error Bars to Evals, arXiv:2411.00640).",
+    "Change: x is A / B. Shares, and numbers that may be 0 or negative, show A - B with its sign.",
+    "95 % interval: over prompts, because responses to one prompt are correlated. A response with unknown prompt "
+    "counts as a prompt. It is Welch's interval, with the standard error of a ratio of two sums (Cochran, Sampling "
+    "Techniques, 1977, chapter 6; over clusters: Miller, Adding Error Bars to Evals, arXiv:2411.00640).",
     f"A dash: the number has no interval, or a run has fewer than {MIN_PROMPTS} prompts. An interval with 1 (or 0 of a "
     "difference) in it is not more than noise. Other seeds of one configuration may differ by more.",
 )
@@ -102,7 +102,7 @@ _SHARES = ("k3_share", "kept_tokens", "live_tokens", "kept_sequences", "removed_
 
 
 def render_page(report: Report, *, run: str = "") -> str:
-    """The report as one HTML page that needs no other file; ``run`` is its name and date."""
+    """Render the report as one self-contained HTML page. ``run`` is the name and date of the run."""
     summary, ranking, against = report.summary, report.recommendation.ranking, report.against
     rows = {
         "compared": against and [*map(number_cells, against.numbers)],
@@ -151,7 +151,7 @@ def render_page(report: Report, *, run: str = "") -> str:
 
 
 class Tile(NamedTuple):
-    """A number of the first screen, how bad it is (``good``, ``watch``, ``bad``), and what it is."""
+    """A number at the top of the page, with its severity (``good``, ``watch``, ``bad``) and description."""
 
     severity: str
     value: str
@@ -179,10 +179,10 @@ def tiles(report: Report) -> list[Tile]:
 
 
 class Chart(NamedTuple):
-    """A picture of k3 over steps in a box of 100 by 40, on a logarithmic axis of whole decades.
+    """A chart of k3 over steps in a box of 100 by 40, on a logarithmic axis of whole decades.
 
     Attributes:
-        lines: Of each run its points: x, y, and a text.
+        lines: For each run its points: x, y, and a text.
         steps: Titles of the axis of steps, each with its x.
         decades: Titles of the axis of k3, each with its y.
     """
@@ -193,7 +193,7 @@ class Chart(NamedTuple):
 
 
 def chart(report: Report) -> Chart | None:
-    """Draw k3 of each step, and that of another run; None for one step or equal engines."""
+    """Draw k3 of each step, also of another run; None for one step or equal engines."""
     runs = [run.summary.steps for run in (report, report.against and report.against.other) if run]
     names = sorted({*chain(*runs)}, key=step_order)
     logs = [{step: math.log10(each.k3) for step, each in run.items() if each.k3 > 0.0} for run in runs]
@@ -219,7 +219,7 @@ def chart(report: Report) -> Chart | None:
 
 
 def _pitfalls(ranking: Sequence[Ranked]) -> list[tuple[str, str]]:
-    """Each pitfall once, with the configurations that have it."""
+    """List each pitfall once, with its configurations."""
     names: dict[str, list[str]] = {}
     for ranked in ranking:
         for text in (*ranked.warnings, *(f"Good to know: {note}" for note in ranked.notes)):
@@ -234,7 +234,7 @@ def _escape(content: object) -> Markup:
 
 
 def _breakable(content: object) -> Markup:
-    """With places where a long name may go on in the next line."""
+    """Escape text, and allow line breaks in long names."""
     return _escape(content).replace("_", Markup("_<wbr>")).replace("/", Markup("/<wbr>"))
 
 
@@ -266,14 +266,14 @@ def _token_cells(token: WorstToken) -> tuple[object, ...]:
 
 
 def number_cells(found: ComparedNumber) -> tuple[str, ...]:
-    """A row of the table of numbers: its name, A, B, how they differ, and the interval of that."""
+    """A row of the table of numbers: name, A, B, change, and the interval of the change."""
     sign = "x " if found.kind == "ratio" else "+" if found.change > 0.0 else ""
     change = f"{sign}{digits(found.change)}"
     return (found.name, number(found.first), number(found.second), change, str(found.interval))
 
 
 def cause_cells(found: ComparedCause) -> tuple[str, ...]:
-    """A row of the table of causes: what it is, how each run shows it, and which of them does."""
+    """A row of the table of causes: title, finding in A, finding in B, and which runs have it."""
     where = "both" if found.first and found.second else "A alone" if found.first else "B alone"
     return (found.title, _found(found.first), _found(found.second), where)
 
@@ -283,10 +283,10 @@ def _found(found: Diagnosis | None) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits; a dash for what was not measured."""
+    """Format with three digits; a dash if not measured."""
     return "-" if math.isnan(value) else f"{value:.3g}"
 
 
 def percent(value: float) -> str:
-    """A share in percent, with one digit; a dash for what was not measured."""
+    """Format as percent with one digit; a dash if not measured."""
     return "-" if math.isnan(value) else f"{value:.1%}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a run, packed: so many samples as fit into memory, all of one step; and a stream of samples into parts."""
+"""Packed parts of a run: samples of one step that fit into memory; and splitting a stream of samples into parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mis_ext.tools.dumps import DumpedSample
 from mis_ext.tools.dumps.stream import fingerprint
 
 MAX_TOKENS = 1 << 18
-"""Most tokens of a part, unless one sample has more: so many that what is computed of them stays in the caches."""
+"""The largest number of tokens of a part, unless one sample has more: intermediate results stay in CPU caches."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,7 +29,7 @@ class Part:
     Attributes:
         step: Name of the step.
         streams: Log-probs and mask, in nats.
-        advantages_T: NaN where there is none.
+        advantages_T: NaN without an advantage.
         origins: One per sample.
     """
 
@@ -49,10 +49,10 @@ class Part:
         origins: Sequence[Origin] | None = None,
         step: str = "0",
     ) -> Part:
-        """From one 1-D tensor or array per sample: log-probs in nats, and a mask that is nonzero on trained tokens.
+        """Make a part from one 1-D tensor or array per sample: log-probs in nats; masks nonzero for trained tokens.
 
         Raises:
-            ValueError: The lists, or the lengths of a sample, differ, or a mask is below 0 or not finite.
+            ValueError: If the lists or the lengths of a sample differ, or a mask is below 0 or not finite.
         """
         proximal, behavior = ([torch.as_tensor(each).detach().cpu() for each in side] for side in (proximal, behavior))
         lengths = [len(each) for each in proximal]
@@ -74,37 +74,37 @@ class Part:
 
     @cached_property
     def tokens(self) -> Tokens:
-        """Log-ratios and masks ``[T]``, as the correction computes them."""
+        """Log-ratios and masks ``[T]`` of the correction."""
         return self.streams.tokens
 
     @cached_property
     def _valid_N(self) -> Tensor | None:
-        """Mask of the valid tokens; None if all are, so that nothing has to be copied."""
+        """Indices of the valid tokens; None if all are valid, so that no copy is needed."""
         valid_T = self.tokens.valid
         return None if bool(valid_T.all()) else valid_T.nonzero().flatten()
 
     def of_valid(self, values_T: Tensor) -> Tensor:
-        """The values of valid tokens, one after the other."""
+        """The values of valid tokens."""
         return values_T if self._valid_N is None else values_T.index_select(0, self._valid_N)
 
     @cached_property
     def ratio_T(self) -> Tensor:
-        """Ratios ``[T]``, bounded as in the correction."""
+        """Ratios ``[T]``, clamped as in the correction."""
         return bounded_exp(self.tokens.d)
 
     @cached_property
     def no_ratio_T(self) -> Tensor:
-        """Trained tokens without a finite log-prob of both sides."""
+        """Trained tokens without finite log-probs on both sides."""
         return self.tokens.generated & ~self.tokens.valid
 
     @cached_property
     def advantage_T(self) -> Tensor:
-        """Advantages ``[T]`` of trained tokens, 0 where there is none."""
+        """Advantages ``[T]`` of trained tokens, 0 if unknown."""
         return torch.where(self.tokens.generated & ~self.advantages_T.isnan(), self.advantages_T, 0.0)
 
     @cached_property
     def advantage_sums(self) -> dict[str, float]:
-        """Reference of all configurations: tokens of either sign, and the sum of squares."""
+        """Reference for all configurations: number of tokens of each sign, and the sum of squares."""
         return {
             "positive": float((self.advantage_T > 0.0).sum()),
             "negative": float((self.advantage_T < 0.0).sum()),
@@ -118,7 +118,7 @@ class Part:
 
     @cached_property
     def evidence(self) -> Evidence:
-        """The valid tokens with what the diagnosis asks of them."""
+        """The valid tokens with the data that the diagnosis needs."""
         given = self.streams[:2]
         return Evidence.of(self.tokens, self.streams.layout, self.origins, step=self.step, given=given)
 
@@ -135,11 +135,11 @@ def _spread(advantage: Tensor | None, length: int) -> Tensor:
 
 
 class Parts:
-    """The parts of a stream of samples; what could not be used is counted by its reason.
+    """The parts of a stream of samples. Unusable samples are counted by reason.
 
     Args:
         samples: From :class:`~mis_ext.tools.dumps.Dumps`.
-        max_tokens: Of a part.
+        max_tokens: Largest number of tokens of a part.
     """
 
     def __init__(self, samples: Iterable[DumpedSample], *, max_tokens: int = MAX_TOKENS) -> None:
@@ -150,7 +150,7 @@ class Parts:
 
     @property
     def skipped(self) -> list[str]:
-        """Samples that the last iteration left out; and that several files say no rollout, so are one step."""
+        """Samples that the last iteration omitted, and files without a rollout number, which count as one step."""
         said = [f"{len(names)} samples, the first {names[0]}: {reason}" for reason, names in self._unusable.values()]
         if len(self._unnumbered) > 1:
             said.append(
@@ -160,7 +160,7 @@ class Parts:
         return said
 
     def __iter__(self) -> Iterator[Part]:
-        """Parts of one step each, in the order of the samples."""
+        """Yield parts of one step each, in the order of the samples."""
         self._unusable, self._unnumbered = {}, {}
         waiting: list[DumpedSample] = []
         num_tokens = 0

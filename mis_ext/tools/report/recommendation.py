@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recommended configuration with reasons: candidates, their drawbacks on the data, and a ranking."""
+"""Recommend a configuration with reasons: candidates, their pitfalls on the data, and a ranking."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from mis_ext.tools.report.summary import Summary
 from mis_ext.tools.report.what_if import Outcome
 
 NONE = "none"
-"""Name of no correction in a ranking."""
+"""Name of "no correction" in a ranking."""
 
 HARMLESS_ESS = 0.99
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that could be taken, the file that spells it, and what reading it warned of.
+    """A configuration to evaluate, its file, and the warnings from reading it.
 
-    ``method``: the published method that the configuration stands beside, as the whole loss; None without one.
+    ``method``: the published method of a full policy loss, which uses this configuration; else None.
     """
 
     name: str
@@ -51,14 +51,14 @@ class Candidate:
 
 
 def no_correction() -> Candidate:
-    """The candidate that measures and changes nothing."""
+    """Return the candidate that measures and changes nothing."""
     return Candidate(NONE, NO_CORRECTION, "")
 
 
 def preset_candidates(names: Iterable[str] | None = None) -> list[Candidate]:
-    """Presets by name; by default all that correct, each point once."""
+    """Return presets by name; by default all that correct, without duplicates."""
     found: list[Candidate] = []
-    # The default first: of two names of one point its own is the one to see.
+    # The default comes first, so that its name is shown if another preset is equal.
     for name in sorted(list_presets(), key=lambda name: name != "mis") if names is None else names:
         candidate = dataclasses.replace(file_candidate(preset_path(name)), name=name)
         is_new = all(candidate.config != other.config for other in found)
@@ -68,12 +68,12 @@ def preset_candidates(names: Iterable[str] | None = None) -> list[Candidate]:
 
 
 def file_candidate(path: Path) -> Candidate:
-    """The candidate that a YAML file describes, with the warnings that reading it gave."""
+    """Return the candidate of a YAML file, with the warnings from reading it."""
     return _candidate(str(path), read_file(path), path.read_text(encoding="utf-8"))
 
 
 def method_candidate(name: str) -> Candidate:
-    """The candidate that is a published method with its defaults, by the file that runs it."""
+    """Return the candidate of a published method with its defaults, with the file that runs it."""
     row = find_method(name)
     return _candidate(f"method {name}", read_method(row), method_yaml(row))
 
@@ -83,10 +83,10 @@ def _candidate(name: str, found: Configuration, yaml: str) -> Candidate:
         return Candidate(name, found.config, yaml, found.said)
     method = objective_of(found.loss).method
     if "reference" in method.policies:
-        raise ValueError(f"{name}: it compares with the reference policy, whose log-probs a dump does not hold")
+        raise ValueError(f"{name}: it needs log-probs of the reference policy, which a dump does not have")
     if method.needs_state_values:
-        raise ValueError(f"{name}: it weighs the values of states, which a dump does not hold")
-    # What the hook could do too has its exact numbers, its gates by name, and its traps.
+        raise ValueError(f"{name}: it needs state values, which a dump does not have")
+    # If the hook can express the method, use the hook's exact numbers, gate names, and pitfalls.
     config = equivalent_correction(found.config, method)
     if config is not None:
         return Candidate(name, config, yaml, found.said)
@@ -95,7 +95,7 @@ def _candidate(name: str, found: Configuration, yaml: str) -> Candidate:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A candidate in the ranking: what it did, what speaks against it (with names: ``traps``), what is to be known."""
+    """A candidate in the ranking: outcome, pitfalls (``warnings``; their names are ``traps``), and notes."""
 
     name: str
     outcome: Outcome
@@ -106,14 +106,14 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Recommendation for the mismatch of a run: in words, as YAML, and the ranking.
+    """Recommendation for the mismatch of a run: texts, YAML, and the ranking.
 
     Attributes:
-        headline: In one sentence.
-        reasons: In plain words.
-        name: The configuration to take, ``none`` for no correction.
-        yaml: To paste; empty for no correction, and where something has to be repaired first.
-        ranking: All candidates, the best first.
+        headline: One sentence.
+        reasons: Sentences.
+        name: The recommended configuration, ``none`` for no correction.
+        yaml: Its file; empty for no correction, or if a fault must be fixed first.
+        ranking: All candidates, best first.
     """
 
     headline: str
@@ -129,10 +129,10 @@ def recommend(
     summary: Summary,
     diagnoses: Sequence[Diagnosis],
 ) -> Recommendation:
-    """The ranking of candidates, and which of them to take.
+    """Rank the candidates and recommend one.
 
-    What counts first is what speaks against one on this data, then what training runs said of its kind, then how
-    much of the mismatch it leaves.
+    The order of the criteria: the number of pitfalls on this data, results of training runs for this kind of
+    configuration, and the remaining mismatch.
     """
     candidates = [*candidates]
     faults = [each for each in diagnoses if each.is_fault and not each.is_of_few_tokens]
@@ -162,7 +162,7 @@ def recommend(
 
 
 def circumstances_of(outcome: Outcome, summary: Summary, *, is_stale: bool = False) -> Circumstances:
-    """Collect the measurements of a run, and of a configuration on it."""
+    """Collect the measurements of a run and of a configuration on it."""
     overall = summary.overall
     return Circumstances(
         k3=overall.k3,
@@ -178,15 +178,15 @@ def circumstances_of(outcome: Outcome, summary: Summary, *, is_stale: bool = Fal
 
 def _notes(config: CorrectionConfig, method: Method | None, outcome: Outcome) -> Iterator[str]:
     if method is not None:
-        # What the numbers at the first update leave out, or take another batch for.
+        # Limits of the numbers at the first update.
         if method.terms:
-            yield "the penalty of the method is left out of the numbers: it does not multiply the advantage"
+            yield "the numbers do not include the penalty of the method, because it does not multiply the advantage"
         if method.averages_over_batch or any(reduce.startswith("batch") for reduce in method.reduces):
-            yield "the method looks at all tokens of a batch at once: here at the tokens that are evaluated together"
+            yield "the method uses statistics of the batch: here those of the tokens that are evaluated together"
     elif config.metrics_only:
         return
     if config.all_gates and outcome.kept_tokens == 1.0:
-        yield "its gates remove nothing here"
+        yield "its gates remove no token of this data"
     elif method is None and config.weight is None and outcome.kept_tokens == 1.0:
         yield "does nothing here"
     positive, negative = outcome.removed_positive, outcome.removed_negative
@@ -230,7 +230,7 @@ def _in_words(
                 "Keep measuring with the preset metrics_only. Token TIS (preset mis) does no harm as a precaution.",
             ),
         )
-    # The cause first, the correction second. A size is no cause.
+    # First the cause, then the correction. A size is not a cause.
     main = next((each for each in found if each.cause in CAUSES and each.cause != "equal"), None)
     if main is None or main.k3_share < MAIN_SHARE:
         headline, reasons = f"Use {best}." if best != NONE else "No candidate is better than no correction.", [size]
@@ -264,7 +264,7 @@ def _sentence(text: str) -> str:
 
 
 def _place(config: CorrectionConfig, method: Method | None, *, is_needed: bool) -> int:
-    """The rank of a configuration by what training runs said of its kind: small is good."""
+    """The rank of a configuration from training runs of its kind; lower is better."""
     if config.metrics_only and (method is None or "behavior" not in without_terms(method).policies):
         return 2 if is_needed else -1
     if gates_sequences(config) or (method is not None and method.judges_sequences):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary: what the engines' disagreement looks like, in typed numbers."""
+"""The summary: typed numbers of the mismatch."""
 
 from __future__ import annotations
 
@@ -28,30 +28,33 @@ from mis_ext.tools.report.tally import (
 )
 
 NUM_CONTEXT = 12
-"""Tokens before and behind a bad one that are shown."""
+"""Number of tokens shown before and after a worst token."""
 
 OF_PROMPTS = ("num_prompts", "k3_error", "abs_mean_error", "mean_length_error", "reward_error")
-"""Numbers of :class:`Mismatch` that need to know which responses share a prompt."""
+"""Numbers of :class:`Mismatch` that need the prompt of each response."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Mismatch of the engines; ``d`` is proximal minus behavior log-prob in nats, NaN where nothing was measured.
+    """Mismatch of trainer and engine; ``d`` is proximal minus behavior log-prob in nats; NaN if not measured.
 
-    Means are over valid tokens: trained, with a finite log-prob of both sides.
+    Means are over valid tokens: trained tokens with finite log-probs on both sides.
 
     Attributes:
         k1: ``-mean d``, an estimate of KL(behavior, proximal); any sign.
-        k3: ``mean(exp d - 1 - d)``: the same, never negative.
+        k3: ``mean(exp d - 1 - d)``: an estimate of the same, never negative.
         reverse_k3: ``mean(d exp d - exp d + 1)``, an estimate of KL(proximal, behavior), never negative.
-        abs_mean: Mean of ``|d|``; then its quantiles, to 0.6 %, and its largest.
+        abs_mean: Mean of ``|d|``. ``abs_p50`` to ``abs_p999``: quantiles, exact to 0.6 %. ``abs_max``: the largest.
         total_variation: ``mean(1 - min(1, exp d))``.
-        ratio_mean: ``mean(exp d)``: 1 if the engines differ and both are distributions over all tokens.
-        ess_token: Kish's effective share of token ratios; then of products of sequences.
-        k_hat: Of the products of ratios of sequences: above 0.7 an average over them says little.
-        zero_share: Tokens with ``d`` exactly 0.
-        num_prompts: Prompts of the responses with a valid token; a response of unknown prompt has one of its own.
-        k3_error: Standard error over prompts (:func:`~mis_ext.tools.report.noise.standard_error`), as of what follows.
+        ratio_mean: ``mean(exp d)``: 1 if both sides are distributions over all tokens, even if they differ.
+        ess_token: Kish's effective sample size of token ratios, as a share. ``ess_sequence``: of products over
+            responses.
+        k_hat: Pareto k-hat of products of ratios over responses: above 0.7 their mean is unreliable.
+        zero_share: Share of tokens with ``d`` exactly 0.
+        num_prompts: Number of prompts of responses with a valid token. A response with unknown prompt counts as one
+            prompt.
+        k3_error: Standard error over prompts (:func:`~mis_ext.tools.report.noise.standard_error`), as all
+            ``..._error``.
     """
 
     num_sequences: int
@@ -83,7 +86,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Group:
-    """Tokens that have something in common; ``low`` and ``high`` say what, both included."""
+    """Tokens with a common property in ``[low, high]``."""
 
     name: str
     low: float
@@ -97,7 +100,7 @@ class Group:
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token, its log-probs in nats, and ids around it where the file has them (``text`` if they were decoded)."""
+    """A token, its log-probs in nats, and surrounding ids if the file has them (``text`` if decoded)."""
 
     step: str
     sample: str
@@ -114,7 +117,7 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class WorstSample:
-    """A sample; means over its valid tokens, in nats."""
+    """A sample, with means over its valid tokens in nats."""
 
     step: str
     sample: str
@@ -128,15 +131,15 @@ class WorstSample:
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """Everything about the mismatch of a run.
+    """All numbers of the mismatch of a run.
 
     Attributes:
-        overall: Of all steps.
-        steps: Of each.
-        by_probability: Deciles of the behavior probability.
-        by_position: Of the token in its response, in octaves.
-        by_turn: Of a run of trained tokens in its response, in octaves from 1; empty where no response has two.
-        by_version: How many weight versions the engine was behind; empty where none is known.
+        overall: Mismatch of all steps.
+        steps: Mismatch of each step.
+        by_probability: Groups by deciles of the behavior probability.
+        by_position: Groups by position in the response, in octaves.
+        by_turn: Groups by turn (a run of trained tokens), in octaves from 1; empty if no response has two turns.
+        by_version: Groups by weight versions that the engine was behind; empty if unknown.
     """
 
     overall: Mismatch
@@ -149,14 +152,14 @@ class Summary:
     worst_samples: list[WorstSample]
 
     def scalars(self) -> dict[str, float]:
-        """The numbers of :class:`Mismatch` by name, for a logger."""
+        """Return the numbers of :class:`Mismatch` by name, for a logger."""
         return {name: float(value) for name, value in vars(self.overall).items()}
 
 
 def measure(tally: TokenTally, sequences: Sequences) -> Mismatch:
-    """The numbers of some tokens and of their sequences."""
+    """Compute the numbers of tokens and their sequences."""
     totals, sizes = tally.totals, tally.counts["sizes"]
-    # Without a token all that is divided by their number is NaN.
+    # Without tokens, means are NaN.
     count = totals["count"] or math.nan
     known, rewarded = sequences.with_tokens(), sequences.where(~sequences["reward"].isnan())
     length, product, prompt_S = known["num_valid"], known["difference"], known.prompt_S
@@ -192,7 +195,7 @@ def measure(tally: TokenTally, sequences: Sequences) -> Mismatch:
 def build_summary(
     steps: Mapping[str, tuple[TokenTally, Sequences]], *, worst_tokens: Sequence[WorstToken], max_worst: int
 ) -> Summary:
-    """The summary of steps, each with its tally and its sequences."""
+    """Compute the summary from the tally and sequences of each step."""
     if not steps:
         raise ValueError("no sample: nothing to report")
     whole = reduce(operator.add, (tally for tally, _ in steps.values()))
@@ -219,7 +222,7 @@ def _range(first: int, last: int) -> tuple[str, float, float]:
 
 
 def _groups(sums: Tensor, names: Sequence[tuple[str, float, float]]) -> list[Group]:
-    """Numbers of each group that has a token, in the order of ``names``, from its ``SUMS``."""
+    """Compute the numbers of each nonempty group from its ``SUMS``, in the order of ``names``."""
     whole = float(sums.sum(0)[3])
     found = []
     for (name, low, high), (count, difference, gap, k3) in zip(names, sums.tolist(), strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and histograms of tokens and sequences that add up over parts, files, and steps."""
+"""Sums and histograms of tokens and sequences, additive over parts, files, and steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mis_ext.tools.report.part import Part
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT, PER_DECADE = -9, 3, 200
 NUM_SIZES = (LARGEST_EXPONENT - SMALLEST_EXPONENT) * PER_DECADE
-"""Bins of ``|d|`` of equal width in log space: quantiles are exact to 0.6 %."""
+"""Number of bins of ``|d|`` of equal width in log space: quantiles are exact to 0.6 %."""
 
 NUM_PROBABILITIES = 10
 NUM_OCTAVES = 22
 
 
 def size_bin(magnitude: Tensor) -> Tensor:
-    """Bin of ``|d| > 0``; what is smaller or larger than all bins is in the first or last one."""
+    """Bin of ``|d| > 0``. Smaller or larger values are in the first or last bin."""
     exponent = (magnitude.log10() - SMALLEST_EXPONENT) * PER_DECADE
     return exponent.clamp(0, NUM_SIZES - 1).long()
 
@@ -37,7 +37,7 @@ def size_of_bin(index: int) -> float:
 
 
 def quantile(counts: Tensor, share: float, *, num_zeros: float = 0.0) -> float:
-    """The ``|d|`` that a share of tokens is not above, from their bins; tokens with ``d`` 0 have none."""
+    """Quantile of ``|d|`` from its bins; ``num_zeros`` tokens with ``d`` 0 are not in a bin."""
     total = float(counts.sum()) + num_zeros
     if total == 0.0:
         return math.nan
@@ -49,19 +49,19 @@ def quantile(counts: Tensor, share: float, *, num_zeros: float = 0.0) -> float:
 
 
 def octave(number: Tensor) -> Tensor:
-    """0 for 0, 1 for 1 and 2, 2 for 3 to 6, ...: of positions, and of lengths minus 1."""
+    """Octave of positions, or of lengths minus 1: 0 for 0, 1 for 1 and 2, 2 for 3 to 6, ..."""
     octaves = (torch.arange(int(number.max()) + 1 if len(number) else 0).double() + 1.0).log2().floor().long()
-    # There are fewer positions than tokens: a table of them takes a fifth of the time.
+    # There are fewer positions than tokens, so a lookup table takes a fifth of the time.
     return octaves.clamp(0, NUM_OCTAVES - 1).index_select(0, number.long())
 
 
 def octave_range(index: int) -> tuple[int, int]:
-    """The first and the last number of an octave, whose length doubles with each index."""
+    """The first and last number of an octave. Its length doubles with each index."""
     return 2**index - 1, 2 ** (index + 1) - 2
 
 
 def summed(index: Tensor, num_bins: int, weights: Tensor | None = None) -> Tensor:
-    """``[num_bins]`` float64: how many, or the sum of their weights."""
+    """``[num_bins]`` float64: counts, or sums of weights."""
     return torch.bincount(index, None if weights is None else weights.double(), minlength=num_bins).double()
 
 
@@ -71,13 +71,13 @@ SUMS = ("count", "difference", "gap", "k3")
 
 @dataclass(eq=False)
 class TokenTally:
-    """Everything about tokens that the summary needs.
+    """The data about tokens that the summary needs.
 
     Attributes:
-        totals: Sums over all valid tokens by name: ``SUMS``, and what only the whole has.
-        counts: ``sizes`` ``[NUM_SIZES]``: tokens by ``|d|`` above 0. And ``[groups, len(SUMS)]`` of ``deciles`` of the
-            behavior probability, and of octaves of ``positions`` in the response and of ``turns`` (runs of trained
-            tokens).
+        totals: Sums over all valid tokens by name: ``SUMS``, and sums that groups do not have.
+        counts: ``sizes`` ``[NUM_SIZES]``: number of tokens by ``|d|`` above 0. And sums ``[groups, len(SUMS)]``: by
+            ``deciles`` of the behavior probability, and by octaves of ``positions`` in the response and of ``turns``
+            (runs of trained tokens).
         abs_max: The largest ``|d|``.
     """
 
@@ -87,13 +87,13 @@ class TokenTally:
 
     @classmethod
     def of(cls, part: Part) -> TokenTally:
-        """Counts and sums of the tokens of a part."""
+        """Compute it for the tokens of a part."""
         mask_T = part.tokens.generated
         t = part.tokens
         difference, behavior = map(part.of_valid, (t.d, t.log_mu))
         rows, ratio, ratio_excess = token_rows(difference), bounded_exp(difference), bounded_expm1(difference)
-        # With w = e^d: d w - w + 1 estimates KL(proximal, behavior), and the mean of max(1 - w, 0) is the distance in
-        # total variation.
+        # With w = e^d, d w - w + 1 estimates KL(proximal, behavior), and the mean of max(1 - w, 0) is the total
+        # variation distance.
         reverse_k1 = ratio * difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         is_zero = difference == 0.0
         sums = rows | {
@@ -116,7 +116,7 @@ class TokenTally:
         )
 
     def __add__(self, other: TokenTally) -> TokenTally:
-        """Counts and sums of the tokens of both."""
+        """Add counts and sums."""
         return TokenTally(
             {name: total + other.totals[name] for name, total in self.totals.items()},
             {name: count + other.counts[name] for name, count in self.counts.items()},
@@ -125,13 +125,13 @@ class TokenTally:
 
 
 def token_rows(difference: Tensor) -> dict[str, Tensor]:
-    """The numbers of each token whose sums are ``SUMS``, by the correction's own formulas."""
+    """The values per token for ``SUMS``, with the formulas of the correction."""
     ones = torch.ones_like(difference)
     return {"count": ones, "difference": difference, "gap": difference.abs(), "k3": k3(difference)}
 
 
 def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums over tokens of each decile, position and turn."""
+    """Sums over the tokens of each decile, position and turn."""
     decile = (behavior.clamp(max=0.0).exp() * NUM_PROBABILITIES).long().clamp(0, NUM_PROBABILITIES - 1)
     numbers = {
         "deciles": (decile, NUM_PROBABILITIES),
@@ -146,14 +146,14 @@ def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str
 
 _OF_TOKENS = ("num_response", "num_valid", "difference", "gap", "k3")
 COLUMNS = (*_OF_TOKENS, "reward", "versions_behind")
-"""Sums over valid tokens in nats, and what is known of the sample; NaN where nothing is."""
+"""Sums over valid tokens in nats, and properties of the sample; NaN if unknown."""
 SUMS_OF_TOKENS = slice(len(_OF_TOKENS))
 """The columns that are sums over tokens."""
 
 
 @dataclass(eq=False)
 class Sequences:
-    """``S`` sequences: ``columns`` ``[S, len(COLUMNS)]`` float64, and where each comes from."""
+    """``S`` sequences: ``columns`` ``[S, len(COLUMNS)]`` float64, and their origins."""
 
     columns: Tensor
     origins: list[Origin]
@@ -164,19 +164,19 @@ class Sequences:
         """The sequences of a part, with the sums of their tokens."""
         tokens = part.tokens
         rows = token_rows(tokens.d)
-        # In the precision and order of the correction, so that its gates decide on the same sums.
+        # Use the precision and order of the correction, so that its gates use the same sums.
         masks = (tokens.generated, tokens.valid)
         reduced = part.streams.layout.sums([*masks, rows["difference"], rows["gap"], rows["k3"]])
         known = [[origin.reward, origin.versions_behind] for origin in part.origins]
         reward, behind = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).unbind(1)
         columns = torch.stack([*reduced, reward, behind], dim=1)
-        # Of tokens the worst are kept elsewhere.
+        # Worst tokens are kept elsewhere, so drop the ids.
         origins = [origin._replace(token_ids=None) for origin in part.origins]
         return cls(columns, origins, [part.step] * len(origins))
 
     @classmethod
     def joined(cls, parts: Sequence[Sequences]) -> Sequences:
-        """The sequences of all parts, in their order."""
+        """The sequences of all parts, in order."""
         return cls(
             torch.cat([torch.empty(0, len(COLUMNS), dtype=torch.float64), *(part.columns for part in parts)]),
             [origin for part in parts for origin in part.origins],
@@ -202,9 +202,9 @@ class Sequences:
 
     @cached_property
     def prompt_S(self) -> Tensor:
-        """``[S]`` int64, a number for each prompt: of its own for a response whose group is not known."""
+        """``[S]`` int64: a number for each prompt. A response with unknown group has its own number."""
         numbers: dict[Hashable, int] = {}
-        # A group is one of a step.
+        # A group belongs to one step.
         keys = [
             place if origin.group is None else (step, origin.group)
             for place, (step, origin) in enumerate(zip(self.steps, self.origins, strict=True))
@@ -213,7 +213,7 @@ class Sequences:
 
 
 def effective_share(log_weights: Tensor) -> float:
-    """Kish's effective sample size over the sample size; NaN for none."""
+    """Kish's effective sample size over the sample size; NaN without weights."""
     if not len(log_weights):
         return math.nan
     weights = (log_weights - log_weights.max()).exp()
@@ -224,14 +224,14 @@ MIN_WEIGHTS = 25
 
 
 def k_hat(log_weights: Tensor) -> float:
-    """See :class:`~mis_ext.methods.sequence_weights.Smoothed`; NaN of fewer than 25, 0 where the largest are equal.
+    """See :class:`~mis_ext.methods.sequence_weights.Smoothed`; NaN for fewer than 25, 0 if the largest are equal.
 
     Args:
         log_weights: ``[S]``, finite.
     """
     if len(log_weights) < MIN_WEIGHTS:
         return math.nan
-    # The scale of the weights does not matter, and would leave float64.
+    # The scale of the weights does not matter, and could overflow float64.
     weights = (log_weights.double() - log_weights.max()).exp()
     num_tail = math.ceil(min(len(weights) / 5, 3.0 * math.sqrt(len(weights))))
     if float(weights.topk(num_tail + 1).values[-1]) == 1.0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Effect of a configuration on the data, computed by the correction itself."""
+"""Effect of a configuration on the data, computed with the correction itself."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _METHOD = "the method"
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a configuration; shares are of response tokens or of sequences with one, NaN if nothing was counted.
+    """Outcome of a configuration. Shares are of response tokens, or of sequences with one; NaN if nothing was counted.
 
     Attributes:
-        kept_tokens: What stays in the mask.
-        live_tokens: What also has a policy gradient: neither of weight 0, nor clipped.
-        kept_sequences: Sequences of which something stays.
-        removed_by: Share of tokens that each gate alone removes, those that several remove, and those without a ratio.
-        weight_max: Before normalisation, of valid tokens (of a method: what multiplies their advantage).
-        learning_rate: Mean of what multiplies the loss of a response token, with normalisation: 1 without correction.
-        ess: Kish's effective share of what multiplies the loss.
-        variance: Mean square of what multiplies the advantage (of the loss where no advantage is known): 1 without
+        kept_tokens: Share of tokens that stay in the mask.
+        live_tokens: Share of tokens that also have a policy gradient: weight not 0 and not clipped.
+        kept_sequences: Share of sequences with a kept token.
+        removed_by: Share of tokens that only this gate removes, that several gates remove, or that have no ratio.
+        weight_max: The largest weight of a valid token before normalization (of a method: the factor on the advantage).
+        learning_rate: Mean factor on the loss of a response token, with normalization; 1 without correction.
+        ess: Kish's effective sample size of this factor, as a share.
+        variance: Mean square of the factor on the advantage (on the loss if no advantage is known); 1 without
             correction.
-        residual: Mean absolute distance of that factor from the ratio, before normalisation: what is left uncorrected
-            of each token; the total variation, twice, without correction.
-        removed_positive: Share of tokens with a positive advantage that have no policy gradient; then with a negative
-            one.
+        residual: Mean absolute distance of that factor from the ratio, before normalization: the uncorrected rest of
+            each token. Without correction, twice the total variation.
+        removed_positive: Share of tokens with positive advantage without a policy gradient. ``removed_negative``: of
+            those with negative advantage.
     """
 
     kept_tokens: float
@@ -59,10 +59,10 @@ class Outcome:
 
 @dataclass(eq=False)
 class WhatIf:
-    """One configuration on a stream of parts; normalisation is over each step as a whole.
+    """Evaluates one configuration on a stream of parts. Normalization is over each whole step.
 
-    With a method it is the policy gradient of that method at the first update, where the current policy is the proximal
-    one, with the configuration as the correction beside it. What a method asks of a batch is asked of a part.
+    With a method, it evaluates the policy gradient of the method at the first update, when the current policy is the
+    proximal policy, with the configuration as correction. Statistics of the method over a batch are over a part.
     """
 
     config: CorrectionConfig
@@ -76,7 +76,7 @@ class WhatIf:
 
     @cached_property
     def gates(self) -> dict[str, CorrectionConfig]:
-        """Each gate that takes something out of the mask, as a configuration of its own."""
+        """Each gate that removes tokens from the mask, as a separate configuration."""
         return {
             name: CorrectionConfig(weight=None, gates=(gate,))
             for name, gate in described_gates(self.config).items()
@@ -84,10 +84,10 @@ class WhatIf:
         }
 
     def add(self, part: Part) -> Correction:
-        """Count one more part; returns its correction, normalised over it alone.
+        """Add one part. Return its correction, normalized over this part only.
 
         Raises:
-            ValueError: The method looks at advantages, and a trained token has none.
+            ValueError: If the method needs advantages, and a trained token has none.
         """
         correction = correct(part, self.config)
         tokens = part.tokens
@@ -127,8 +127,8 @@ class WhatIf:
         num_unknown = _sum(part.tokens.generated & ~is_known_T)
         if num_unknown and looks_at_advantages(method):
             raise ValueError(
-                f"{self.name}: it looks at the advantages, and {num_unknown:,.0f} trained tokens of step "
-                f"{part.step} have none: try it on a dump with advantages"
+                f"{self.name}: it needs advantages, but {num_unknown:,.0f} trained tokens of step {part.step} "
+                "have none: use a dump with advantages"
             )
         corrects = not self.config.metrics_only
         return first_update(
@@ -187,7 +187,7 @@ class WhatIf:
             removed_by={name: _divided(count, sums["response"]) for name, count in self._removed.items() if count},
             weight_max=self._largest if math.isfinite(self._largest) else math.nan,
             learning_rate=_divided(weighted, sums["response"]),
-            # Kish: (sum f)^2 / (n sum f^2), with n response tokens, of which those without a gradient have f = 0.
+            # Kish: (sum f)^2 / (n sum f^2), with n response tokens; f = 0 for those without a gradient.
             ess=_divided(weighted**2, sums["response"] * squared),
             variance=variance,
             residual=per("residual", "valid"),
@@ -196,7 +196,7 @@ class WhatIf:
         )
 
     def _normalised(self) -> tuple[float, float]:
-        """Sums of the factor and of its square, scaled step by step as the configuration says."""
+        """Sums of the factor and of its square, scaled per step according to the configuration."""
         weighted = squared = 0.0
         for step in self._steps.values():
             scale = 1.0
@@ -209,9 +209,9 @@ class WhatIf:
 
 
 def correct(part: Part, config: CorrectionConfig) -> Correction:
-    """The correction of a part, normalised over it alone: its keep masks are those of the hook.
+    """Return the correction of a part, normalized over this part only. Its keep masks equal those of the hook.
 
-    A dump names the versions of a response, not of its tokens: all of them have the lag of the oldest.
+    A dump has versions per response, not per token, so all tokens get the lag of the oldest version.
     """
     layout = part.streams.layout
     lag_S = torch.tensor([origin.versions_behind for origin in part.origins]) if config.staleness else None
@@ -226,7 +226,7 @@ def correct(part: Part, config: CorrectionConfig) -> Correction:
 
 
 def _sum(values: Tensor) -> float:
-    # Of a mask the same number, in two thirds of the time.
+    # For a mask this gives the same number in two thirds of the time.
     return float(values.count_nonzero() if values.dtype == torch.bool else values.sum(dtype=torch.float64))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole report: of files, with configurations to try, and another run beside it."""
+"""The whole report: findings, configurations, and the comparison with another run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COMPARED: dict[str, tuple[Kind, str | None]] = {
     "ess_sequence": ("difference", None),
     "k_hat": ("difference", None),
 }
-"""Compared values: positive ones by their ratio, shares and others by their difference; with their standard error."""
+"""Compared values: positive ones by ratio, shares and others by difference; with the field of their standard error."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class ComparedNumber:
     """A number of :class:`~mis_ext.tools.report.Mismatch` in two runs.
 
     Attributes:
-        name: Of the number.
-        first: In the first run.
-        second: In the second.
-        kind: What ``change`` is: ``first / second`` or ``first - second``. Without a number above 0 on both sides it is
-            the difference.
-        change: NaN where a number was not measured.
-        interval: Of ``change``, 95 %; NaN where nothing is known of the noise.
+        name: Name of the number.
+        first: Value in the first run.
+        second: Value in the second run.
+        kind: Whether ``change`` is ``first / second`` or ``first - second``. It is the difference unless both numbers
+            are above 0.
+        change: NaN if a number was not measured.
+        interval: The 95 % interval of ``change``; NaN if the noise is unknown.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ComparedNumber:
 
 @dataclass(frozen=True)
 class ComparedCause:
-    """A likely cause in two runs; None where a run does not show it."""
+    """A likely cause in two runs; None if a run does not show it."""
 
     cause: str
     title: str
@@ -78,14 +78,14 @@ class ComparedCause:
 
 @dataclass(frozen=True, eq=False)
 class SideBySide:
-    """A run beside another one, ``other``, which a report calls B; the first is A.
+    """Comparison of a run, A in the report, with another run ``other``, B in the report.
 
     Attributes:
         other: The second run.
-        headline: What became of k3, in a sentence.
-        notes: What to think of before the difference is believed.
-        numbers: In the order to be shown.
-        causes: Those of the first run, then those of the second alone.
+        headline: The change of k3 in one sentence.
+        notes: Limits of the comparison.
+        numbers: Numbers in display order.
+        causes: Causes of the first run, then those of only the second run.
     """
 
     other: Findings
@@ -95,13 +95,13 @@ class SideBySide:
     causes: tuple[ComparedCause, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON, the second run in full."""
+        """Return all content for JSON, including the second run in full."""
         names = ("headline", "notes", "numbers", "causes")
         return {name: to_jsonable(getattr(self, name)) for name in names} | self.other.to_dict()
 
 
 def side_by_side(first: Findings, second: Findings) -> SideBySide:
-    """Two runs side by side; they are taken as independent of each other."""
+    """Compare two runs, which are assumed to be independent."""
     numbers = tuple(_compared(name, first, second) for name in _COMPARED)
     return SideBySide(
         other=second,
@@ -128,7 +128,7 @@ def _compared(name: str, first: Findings, second: Findings) -> ComparedNumber:
 
 def _in_words(k3: ComparedNumber) -> str:
     if k3.first == k3.second:
-        return f"k3 of A is that of B: {k3.first:.3g} per token."
+        return f"k3 is equal in A and B: {k3.first:.3g} per token."
     said = f"k3 of A is {k3.first:.3g} per token, that of B {k3.second:.3g}"
     if k3.kind == "ratio":
         said = f"k3 of A is {digits(k3.change)} times that of B"
@@ -167,13 +167,13 @@ def _causes(first: Findings, second: Findings) -> Iterator[ComparedCause]:
 
 @dataclass(frozen=True, eq=False)
 class Report(Findings):
-    """Everything that is shown of a run: what to do, and where it stands beside another one."""
+    """The content of a report: findings, recommendation, and the comparison with another run."""
 
     recommendation: Recommendation
     against: SideBySide | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, for JSON: NaN is None, a number beyond all bounds a string."""
+        """Return all numbers for JSON, with None for NaN and a string for infinity."""
         return {
             "format": FORMAT,
             **super().to_dict(),
@@ -191,7 +191,7 @@ def make_report(
     pool: Executor | None = None,
     against: Findings | None = None,
 ) -> Report:
-    """The report of dumps."""
+    """Make the report of dumps."""
     candidates = [no_correction(), *candidates]
     collector = Collector(
         {each.name: each.config for each in candidates},
