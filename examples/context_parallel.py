@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 
 def own_positions(padded_length: int, groups: Groups) -> Tensor:
-    """The positions of a sequence that this rank holds, in its order."""
+    """The positions of a sequence on this rank, in the order of the rank."""
     chunks = torch.arange(padded_length).chunk(2 * groups.cp_size)
     return torch.cat([chunks[groups.cp_rank], chunks[2 * groups.cp_size - 1 - groups.cp_rank]])
 
@@ -44,9 +44,8 @@ def loss_of(
     """This rank's part of the mean over the ``num_tokens`` response tokens of all micro-batches and ranks."""
     lengths, padded_lengths = batch.cu_seqlens.diff().tolist(), batch.cu_seqlens_padded.diff().tolist()
 
-    # 1. What the rank's model has: a row of logits for each of its positions. Row p scores token p + 1, which may be on
-    #    another rank, so that the next tokens are taken from whole sequences. The last position, and padding, score no
-    #    token.
+    # 1. The rank's model gives a row of logits for each of its positions. Row p scores token p + 1, which may be on
+    #    another rank, so take the next tokens from whole sequences. The last position and padding score no token.
     inputs, targets, scores_token = [], [], []
     for ids, padded_length in zip(batch.token_ids.split(lengths), padded_lengths, strict=True):
         position = own_positions(padded_length, groups)
@@ -57,8 +56,8 @@ def loss_of(
     logprobs = model(torch.cat(inputs)).log_softmax(-1)
     logprobs = logprobs.gather(-1, torch.cat(targets)[:, None]).squeeze(-1)
 
-    # 2. The log-probs [T] of this rank, in the order of the layout. Every token but the first of a sequence counts as
-    #    its response here; the mask takes the prompts out.
+    # 2. The log-probs [T] of this rank, in the order of the layout. All tokens of a sequence except the first count as
+    #    its response here; the mask excludes the prompts.
     current_T = logprobs[torch.cat(scores_token)]
     layout = PackedLayout.context_parallel(
         [length - 1 for length in lengths],
@@ -75,7 +74,7 @@ def loss_of(
     def without_first(values: Tensor) -> Tensor:
         return torch.cat([each[1:] for each in values.split(lengths)])
 
-    proximal_T = current_T.detach()  # in the first update of a rollout; later those of before the first
+    proximal_T = current_T.detach()  # in the first update of a rollout; later those from before the first update
     streams = PackedStreams(
         proximal_logprobs_T=proximal_T,
         behavior_logprobs_T=layout.local_part(without_first(batch.behavior_logprobs)),
@@ -84,7 +83,7 @@ def loss_of(
     )
     out = session.correct(streams, groups=groups)
 
-    # 4. The loss. The mask holds the original value on kept tokens, so a fraction scales the loss.
+    # 4. The loss. Kept tokens have the original mask value, so a fraction scales the loss.
     loss_mask_T = layout.local_part(out.loss_mask_R)
     advantages_T = layout.local_part(without_first(batch.advantages))
     policy_loss_T = -advantages_T * (current_T - proximal_T).exp()
@@ -93,9 +92,10 @@ def loss_of(
 
 
 def number_of_tokens(batches: list[Batch], groups: Groups) -> Tensor:
-    """The denominator: the original masks of the step, over data-parallel ranks. Context-parallel ranks have the same.
+    """The denominator: the sum of the original masks of the step over data-parallel ranks.
 
-    The first token of a sequence is never scored, so its mask must be 0, as in every prompt.
+    It is equal on context-parallel ranks. The first token of a sequence is never scored, so its mask must be 0, as in
+    every prompt.
     """
     total = torch.stack([batch.response_mask.sum() for batch in batches] or [torch.zeros(())]).sum().float()
     if groups.dp_group is not None:
@@ -106,16 +106,16 @@ def number_of_tokens(batches: list[Batch], groups: Groups) -> Tensor:
 def step(
     model: torch.nn.Module, batches: list[Batch], session: Session, groups: Groups, num_calls: int
 ) -> dict[str, float]:
-    """The gradients of a step, and its metrics. All data-parallel ranks make ``num_calls`` calls."""
+    """Compute the gradients and metrics of a step. All data-parallel ranks make ``num_calls`` calls."""
     num_tokens, calls = number_of_tokens(batches, groups), []
     for index in range(num_calls):
         if index >= len(batches):
-            # A rank with fewer micro-batches takes part in the collectives of the others.
+            # A rank with fewer micro-batches joins the collectives of the other ranks.
             session.join_without_data((), groups=groups, device=num_tokens.device)
             continue
         loss, out = loss_of(model, batches[index], session, groups, num_tokens)
-        # DistributedDataParallel and FSDP average over all ranks, data- and context-parallel ones: multiply the loss by
-        # their number, groups.dp_size * groups.cp_size. Here gradients are added, so that the factor is 1.
+        # DistributedDataParallel and FSDP average over all data- and context-parallel ranks: multiply the loss by their
+        # number, groups.dp_size * groups.cp_size. Here gradients are summed, so the factor is 1.
         loss.backward()
         calls.append(out.metrics)
     for parameter in model.parameters():
@@ -146,7 +146,7 @@ def example_model() -> torch.nn.Module:
 
 
 def main() -> None:
-    """Two context-parallel ranks: all of them share each sequence."""
+    """Run on context-parallel ranks, which share each sequence."""
     dist.init_process_group("gloo")
     groups = Groups.of_process_groups(cp_group=dist.group.WORLD)  # with data parallelism also dp_group
     session = Session(mis_ext.preset("mis"))  # once per run

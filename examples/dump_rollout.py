@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what `mis-ext report` and `mis-ext audit` read, from a hook that slime and the example have.
+"""Write the input of `mis-ext report` and `mis-ext audit` from a hook of slime and of the example.
 
     bash examples/run.sh --rollout-data-postprocess-path dump_rollout.save
     mis-ext report runs/rollouts
 
-A file per rank and rollout, as slime's own --save-debug-train-data wrote before August 2026, in the folder that
-ROLLOUT_DUMP_DIR names. Nothing is changed.
+It writes a file per rank and rollout into the folder ROLLOUT_DUMP_DIR, in the format of slime's --save-debug-train-data
+before August 2026. It does not change the data.
 """
 
 import os
@@ -31,7 +31,7 @@ KEYS = (
 
 
 def save(args: object, rollout_id: int, rollout_data: dict) -> None:
-    """Write this rank's samples; under context parallelism its part of each."""
+    """Write this rank's samples; with context parallelism, its part of each sample."""
     from megatron.core import parallel_state
 
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts that a transformers model chooses, recorded while it generates."""
+"""Record the experts that a transformers model chooses during generation."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from mis_ext.onpolicy.routing.experts import RoutedExperts
 
 @contextmanager
 def record_hf_routing(model: Module) -> Iterator[HFRoutingRecord]:
-    """Inside, the experts that a transformers mixture-of-experts model chooses for one batch of sequences are recorded.
+    """In this context, record the experts that a transformers MoE model chooses for one batch of sequences.
 
-    Works with every way of feeding a batch ``[B, t]`` in order and once: prefill in one or several chunks, decode with
-    a KV cache, left padding with a two-dimensional ``attention_mask``. Any other forward pass is an error, such as a
-    second ``generate`` or one without cache. No output changes by a bit, and no hook stays.
+    It supports all ways to feed a batch ``[B, t]`` once and in order: prefill in one or more chunks, decode with a KV
+    cache, left padding with a two-dimensional ``attention_mask``. Any other forward pass is an error, such as a second
+    ``generate`` or one without cache. Outputs are bitwise unchanged, and all hooks are removed.
 
     Args:
         model: A causal language model whose routers return ``(logits, scores, indices)``, such as Qwen3-MoE in
-            transformers 5 (4.57 has none).
+            transformers 5 (not in 4.57).
 
     Raises:
-        ValueError: The model has no such router; or, from its forward pass, the batch cannot be recorded or does not
+        ValueError: If the model has no such router; or, in a forward pass, if the batch cannot be recorded or does not
             continue the last one.
     """
     gates = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
@@ -45,7 +45,7 @@ def record_hf_routing(model: Module) -> Iterator[HFRoutingRecord]:
 
 
 class HFRoutingRecord:
-    """What :func:`record_hf_routing` has seen so far."""
+    """The record of :func:`record_hf_routing` so far."""
 
     def __init__(self, *, num_experts: Any) -> None:
         self._num_experts = int(num_experts)
@@ -55,14 +55,14 @@ class HFRoutingRecord:
         self._rows: list[list[Tensor]] = []
 
     def samples(self, lengths: Sequence[int]) -> list[RoutedExperts]:
-        """The experts of every sequence, from its first token that is no padding.
+        """Return the experts of every sequence, from its first token that is not padding.
 
         Args:
-            lengths: Tokens of each sequence, prompt and response. What was fed beyond, such as the padding after an
-                end token, is dropped; a last token that was not fed is not recorded.
+            lengths: Tokens of each sequence, prompt and response. Later inputs, such as padding after an end token, are
+                dropped. A last token that was not fed is not recorded.
 
         Raises:
-            ValueError: The batch has another number of sequences, or nothing was fed.
+            ValueError: If the batch has another number of sequences, or nothing was fed.
         """
         if len(lengths) != len(self._rows):
             raise ValueError(f"got {len(lengths)} lengths for a batch of {len(self._rows)} sequences")
@@ -73,7 +73,7 @@ class HFRoutingRecord:
 
     def _before(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
-        # A wrapper that only hands on names no arguments.
+        # A wrapper that only forwards arguments has no argument names.
         tokens_BT, mask = given.get("input_ids", args[0] if len(args) == 1 else None), given.get("attention_mask")
         if not torch.is_tensor(tokens_BT) or tokens_BT.dim() != 2:
             raise ValueError("routing is recorded for input_ids [B, t], which this forward pass does not have")
@@ -83,7 +83,7 @@ class HFRoutingRecord:
             raise ValueError("routing is recorded for batches [B, t] with a two-dimensional attention_mask or none")
         if self._rows and len(self._rows) != len(tokens_BT):
             raise ValueError(f"a batch of {len(tokens_BT)} follows one of {len(self._rows)}: record each on its own")
-        # Whatever its name: past_key_values before transformers 5.24, cache from then on.
+        # Its name is past_key_values before transformers 5.24, and cache from then on.
         lengths = [int(value.get_seq_length()) for value in given.values() if hasattr(value, "get_seq_length")]
         start = lengths[0] if lengths else 0
         if start != self._num_fed:

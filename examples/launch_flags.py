@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags that a host's ``train.py`` needs for one configuration file, as one line for a shell.
+"""Print the flags that a framework's ``train.py`` needs for a configuration file, as one shell line.
 
     python3 examples/launch_flags.py yaml/mis.yaml
 
-A file that corrects needs ``--use-tis``, one that only measures ``--get-mismatch-metrics``. A file with which the host
-would not call mis_ext, or would get nothing from it, is an error: exit code 2.
+A file with a correction needs ``--use-tis``; a file that only measures needs ``--get-mismatch-metrics``. If the
+framework would not call mis_ext with the file, or would get no result from it, the exit code is 2.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ FUNCTION = "mis_ext.compute_mis_weights_with_cp"
 
 
 def launch_flags(path: Path) -> list[str]:
-    """Flags with which the host calls mis_ext as the file at ``path`` says.
+    """Return the flags with which the framework calls mis_ext according to the file at ``path``.
 
     Raises:
-        ValueError: Nothing would be corrected or measured, or the file is not a legal configuration.
+        ValueError: If nothing would be corrected or measured, or the file is not a legal configuration.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -32,7 +32,7 @@ def launch_flags(path: Path) -> list[str]:
         raise ValueError(f"{path}: {error}") from None
     config = mis_ext.load_config(path)
     switch = "get_mismatch_metrics" if config.metrics_only else "use_tis"
-    # The hosts set every key of the file on their arguments, after they have read the flags.
+    # slime and Miles set every key of the file on their arguments, after reading the flags.
     at_run = {switch: True, "custom_tis_function_path": FUNCTION} | content
     if at_run["custom_tis_function_path"] != FUNCTION:
         raise ValueError(f"{path}: custom_tis_function_path is not {FUNCTION}: remove the key")

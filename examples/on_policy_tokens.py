@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show that the trainer gets exactly the tokens that SGLang sampled, and scores them by SGLang's definition.
+"""Show that the trainer gets exactly the tokens that SGLang sampled, and scores them with SGLang's definition.
 
-SGLang's HTTP server samples conversations of several turns with a tool in between, on the weights of a Megatron-Core
-model. ``mis_ext.rollout.generate`` makes the samples; some requests are aborted on the way and go on later, some turns
-end at the token limit. Then Megatron-Core scores every sampled token: as it was sampled and after decoding and
-tokenizing again, with the temperature and without. The exit code is 1 if the first of these differs by more than
-float32 rounds, or if the others do not differ.
+SGLang's HTTP server samples multi-turn conversations with a tool, on the weights of a Megatron-Core model.
+``mis_ext.rollout.generate`` makes the samples; some requests are aborted and continue later, some turns end at the
+token limit. Then Megatron-Core scores every sampled token: as sampled, and after decoding and tokenizing again; with
+the temperature, and without it. The exit code is 1 if the first of these differs by more than float32 rounding, or if
+the others do not differ.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the demonstration; returns the exit code."""
+    """Run the demonstration, and return the exit code."""
     args, console = parse_args(), Console()
     if not console.is_terminal:
         console.width = 120
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 async def sample_conversations(port: int, checkpoint: Path, number: int) -> list[Sample]:
-    """Conversations of one to four turns of the model, some of them aborted on the way."""
+    """Sample conversations of one to four turns of the model, some of them aborted meanwhile."""
     settings = {"environment": "tokens.lookup.step", "max_turns": 8}
     args = host_args(port, checkpoint, partial_rollout=True, rollout_max_context_len=900, on_policy_tokens=settings)
     samples = [
@@ -113,20 +113,20 @@ async def sample_conversations(port: int, checkpoint: Path, number: int) -> list
 
 
 async def until_finished(args: argparse.Namespace, sample: Sample) -> None:
-    """What a host does: an aborted sample comes back in a later rollout."""
+    """As a framework does: submit an aborted sample again in a later rollout."""
     while sample.status in (Status.PENDING, Status.ABORTED):
         await generate(args, sample, SAMPLING)
 
 
 async def abort_some(port: int, samples: list[Sample]) -> None:
-    """Abort everything that runs, until enough requests were hit."""
+    """Abort all running requests until enough were aborted."""
     while count(samples)["aborted_requests"] < NUM_ABORTS:
         await asyncio.sleep(0.3)
         await asyncio.to_thread(call_server, port, "/abort_request", {"abort_all": True})
 
 
 def count(samples: list[Sample]) -> Counter[str]:
-    """What ``generate`` counted, over all samples."""
+    """Sum the counts of ``generate`` over all samples."""
     total: Counter[str] = Counter()
     for sample in samples:
         total.update(sample.metadata.get("on_policy_tokens", {}))
@@ -167,7 +167,9 @@ def compare(policy: Policy, samples: list[Sample], console: Console) -> int:
         table.add_row(arm.tokens, arm.definition, *numbers, f"{report.mean_abs_diff:.1e}", f"{report.max_abs_diff:.1e}")
     console.print(table)
     other = [sample.index for sample in samples if tokenized_again(policy, sample) != sample.tokens]
-    console.print(f"{len(other)} of {len(samples)} conversations have other token ids after decoding and tokenizing.")
+    console.print(
+        f"{len(other)} of {len(samples)} conversations have different token ids after decoding and tokenizing."
+    )
     differences = [arm.report.max_abs_diff or 0.0 for arm in arms]
     return int(differences[0] > ROUNDING or min(differences[1:]) <= ROUNDING)
 
@@ -178,7 +180,7 @@ def as_sampled(policy: Policy, sample: Sample) -> list[int]:
 
 
 def tokenized_again(policy: Policy, sample: Sample) -> list[int]:
-    """What an agent that keeps text has in their place."""
+    """The ids of an agent that keeps text instead."""
     text = policy.tokenizer.decode(sample.tokens, skip_special_tokens=False)
     ids: list[int] = policy.tokenizer.encode(text, add_special_tokens=False)
     return ids
@@ -187,7 +189,7 @@ def tokenized_again(policy: Policy, sample: Sample) -> list[int]:
 def audit(
     policy: Policy, samples: list[Sample], ids_of: Callable[[Policy, Sample], list[int]], distribution: Distribution
 ) -> AuditReport:
-    """Compare by position, up to the shorter response where there are more ids on one side."""
+    """Compare by position, up to the length of the shorter response."""
     train, rollout, masks = [], [], []
     for sample in samples:
         prompt_length = len(sample.tokens) - sample.response_length

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record what a framework passes to its correction function, and check the record with mis_ext.
 
-Run the framework for one step with these flags. The loss stays as it is:
+Run the framework for one step with these flags. They do not change the loss:
 
     export MIS_EXT_RECORD=$HOME/loss_calls PYTHONPATH=~/mis_ext/examples:$PYTHONPATH
     --get-mismatch-metrics --custom-tis-function-path record_loss_call.record
@@ -10,9 +10,9 @@ Then, on any machine with mis_ext:
 
     python3 examples/record_loss_call.py $HOME/loss_calls
 
-It prints what each call had, and what the hook of mis_ext says of it: that is what a report about slime, vime, or Miles
-needs. A record holds log-probs, masks, and lengths, no tokens and no text. Calls of a context-parallel run are listed,
-and not replayed, because a rank has parts of the responses only.
+It prints the arguments of each call, and the result of the mis_ext hook for it. Attach this to a bug report about
+slime, vime, or Miles. A record has log-probs, masks, and lengths, but no tokens and no text. Calls of a
+context-parallel run are listed but not replayed, because a rank has only parts of the responses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _numbers = count()
 
 
 def record(args: Any, **given: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Write the first calls of this process to ``$MIS_EXT_RECORD``; the loss and the masks come back as they are."""
+    """Write the first calls of this process to ``$MIS_EXT_RECORD``, and return loss and masks unchanged."""
     number = next(_numbers)
     if number < MOST_CALLS:
         framework = find_framework()
@@ -57,7 +57,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def check(content: dict[str, Any]) -> list[str]:
-    """What a recorded call had, and what the hook says of it, a line each."""
+    """Describe the arguments of a recorded call and the result of the hook, one line each."""
     given = content["given"]
     said = [f"called by {content['framework']} with {', '.join(given)}; args {content['args']}"]
     local = [len(values) for values in given["rollout_log_probs"] or ()]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small mixture-of-experts decoder twice: Megatron-Core's ``GPTModel`` trains it, transformers' Qwen3-MoE samples.
+"""A small MoE decoder in two versions: Megatron-Core's ``GPTModel`` trains it, transformers' Qwen3-MoE samples.
 
-Both run on a CPU. The engine holds the trainer's weights rounded to its own dtype and decodes with a KV cache.
+Both run on a CPU. The engine has the trainer's weights, rounded to its own dtype, and decodes with a KV cache.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Rollout(NamedTuple):
 
 @contextmanager
 def megatron_processes(*, store: dist.Store, rank: int, world_size: int, **sizes: int) -> Iterator[None]:
-    """Megatron-Core's process groups over gloo, and what it needs to run mixture-of-experts layers on a CPU.
+    """Set up Megatron-Core's process groups over gloo, and patches to run MoE layers on a CPU.
 
     Args:
-        store: Where the processes meet.
+        store: Store for the rendezvous.
         rank: This process.
         world_size: Their number.
         sizes: Arguments of ``initialize_model_parallel``.
@@ -151,7 +151,7 @@ def build_trainer(shape: MoEShape, *, seed: int, **overrides: object) -> GPTMode
 
 
 def score(model: GPTModel, tokens_BT: Tensor, *, packed: bool = False) -> Tensor:
-    """Return the trainer's log-probs of all tokens but the first, ``[B, T - 1]``."""
+    """Return the trainer's log-probs of all tokens except the first, ``[B, T - 1]``."""
     batch, length = tokens_BT.shape
     positions_BT = torch.arange(length).expand(batch, -1)
     if packed:
@@ -171,7 +171,7 @@ def score(model: GPTModel, tokens_BT: Tensor, *, packed: bool = False) -> Tensor
 
 
 def build_engine(model: GPTModel, shape: MoEShape, *, dtype: torch.dtype) -> Qwen3MoeForCausalLM:
-    """Build the engine with the trainer's weights, rounded to ``dtype``; every layer must be a mixture of experts."""
+    """Build the engine with the trainer's weights, rounded to ``dtype``. Every layer must be an MoE layer."""
     config = Qwen3MoeConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -188,7 +188,7 @@ def build_engine(model: GPTModel, shape: MoEShape, *, dtype: torch.dtype) -> Qwe
         tie_word_embeddings=False,
     )
     engine = Qwen3MoeForCausalLM(config).to(dtype).eval()
-    # Rotary frequencies are no weights: rounding them is a difference of its own.
+    # Rotary frequencies are not weights. Rounding them would be a separate difference.
     rotary = engine.model.rotary_emb
     rotary.inv_freq, _ = rotary.compute_default_rope_parameters(config)
     engine.load_state_dict(_export(model, shape))
@@ -197,7 +197,7 @@ def build_engine(model: GPTModel, shape: MoEShape, *, dtype: torch.dtype) -> Qwe
 
 @torch.no_grad()
 def sample(engine: Qwen3MoeForCausalLM, prompts_BT: Tensor, *, new_tokens: int) -> Rollout:
-    """Sample from the engine's whole distribution with its own generation loop, recording log-probs and experts."""
+    """Sample from the engine's whole distribution with its own generation loop, and record log-probs and experts."""
     batch, prompt_length = prompts_BT.shape
     config = GenerationConfig(
         max_new_tokens=new_tokens,

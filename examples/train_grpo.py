@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small decoder by GRPO, with the mismatch between engine and trainer measured and corrected.
 
-The trainer is Megatron-Core, the responses come from a separate inference engine. ``run.sh`` beside this file installs
-what is needed and starts it. Where that is installed, ``python examples/train_grpo.py`` checks all that can be checked,
-and starts NPROC ranks (2) with the flags that the configuration needs. ``torchrun`` starts ranks with the flags given.
+The trainer is Megatron-Core; the responses come from a separate inference engine. ``run.sh`` in this folder installs
+the requirements and starts it. If they are installed, ``python examples/train_grpo.py`` checks the arguments, and
+starts NPROC ranks (2) with the flags that the configuration needs. ``torchrun`` starts ranks with only the given flags.
 """
 
 import logging
@@ -18,12 +18,12 @@ from typing import NoReturn
 from grpo.arguments import parse_args, parse_command_line
 from grpo.output_dir import make_output_dir
 
-# Unlike the 1 of an error that nobody expected.
+# Differs from 1, the code of an unexpected error.
 REFUSED = 2
 
 
 def main() -> None:
-    """Check, start the ranks, or be one of them."""
+    """Check the arguments and start the ranks, or run as one of them."""
     if sys.argv[1:2] == ["--check"]:
         parse_command_line(sys.argv[2:])
     elif "RANK" in os.environ:
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def start_ranks(argv: list[str]) -> None:
-    """Refuse what cannot run, once; then start torchrun on this program."""
+    """Check once whether it can run, then start torchrun on this program."""
     config = parse_command_line(argv).custom_config_path or Path(__file__).parents[1] / "yaml" / "mis.yaml"
     from launch_flags import launch_flags
 
@@ -54,7 +54,7 @@ def start_ranks(argv: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # That a rank ended is said by the rank, and by the error below.
+    # The rank itself and the error below report that a rank ended.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         run.run(run.parse_args(torchrun))
@@ -62,7 +62,7 @@ def start_ranks(argv: list[str]) -> None:
         if error.get_first_failure()[1].exitcode != REFUSED:
             raise
         with suppress(OSError):
-            # Unless it holds something.
+            # Unless it is not empty.
             output_dir.rmdir()
         raise SystemExit(REFUSED) from None
     except SignalException as stopped:
@@ -89,7 +89,7 @@ def train(args: Namespace) -> None:
         run = Run(args, ranks, stop)
     except (AttributeError, ImportError, OSError, ValueError) as error:
         refusal = error
-    # Also those that could start end here, before they wait for the others.
+    # Ranks that could start also end here, before they wait for other ranks.
     refusals: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(refusals, refusal, group=ranks.control_group)
     for refusal in filter(None, refusals):
@@ -99,7 +99,7 @@ def train(args: Namespace) -> None:
 
 
 def refuse(error: Exception, *, quietly: bool = False) -> NoReturn:
-    """Say why it cannot run, in one line, and exit."""
+    """Print in one line why it cannot run, and exit."""
     if not quietly:
         print("train_grpo.py:", " ".join(str(error).split()), file=sys.stderr)
     raise SystemExit(REFUSED)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show that a Megatron-Core trainer and an inference engine can agree bit for bit, and what each piece of that is for.
+"""Show that a Megatron-Core trainer and an inference engine can be bitwise equal, and the effect of each piece.
 
-Every sampled token's log-prob is compared: with nothing aligned, with everything aligned over several optimizer steps,
-and with one piece left out at a time, where the recorder says which module is to blame. The exit code is 1 if anything
-that should be exact is not, or a forgotten weight sync is not called one.
+It compares the log-prob of every sampled token: with nothing aligned, with everything aligned over several optimizer
+steps, and with one piece omitted at a time, where the recorder names the module that causes the difference. The exit
+code is 1 if a result that should be exact is not, or if a forgotten weight sync is not detected.
 """
 
 import argparse
@@ -54,16 +54,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model",
         type=Path,
-        help="a pretrained Llama, Qwen2 or Qwen3: a folder in Hugging Face's format, or a GGUF file; --size then says "
-        "how many prompts and tokens. None: a random model",
+        help="a pretrained Llama, Qwen2 or Qwen3: a folder in Hugging Face's format, or a GGUF file; --size then "
+        "gives the number of prompts and tokens. None: a random model",
     )
     parser.add_argument(
         "--cache",
         choices=kv_cache.DTYPES,
-        help="the 8 bits in which the engine keeps keys and values; the trainer rounds as it does. None: as the model",
+        help="8-bit format of the engine's keys and values; the trainer rounds in the same way. None: the dtype of "
+        "the model",
     )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps with everything aligned")
-    parser.add_argument("--timing-repeats", type=int, default=3, help="0: measure no costs")
+    parser.add_argument("--timing-repeats", type=int, default=3, help="repetitions of the cost measurement; 0: none")
     parser.add_argument(
         "--compare",
         nargs="+",
@@ -84,12 +85,12 @@ def parse_args() -> argparse.Namespace:
     if args.cache and "megatron" in args.engines:
         parser.error(f"--cache {args.cache}: --engines megatron has no cache of 8 bits")
     if "sglang" in args.engines and on_gpu and "float32" in args.dtypes and "nothing" in args.compare:
-        parser.error("SGLang's RMSNorm has no float32 on CUDA: with float32 leave nothing out of --compare")
+        parser.error("SGLang's RMSNorm has no float32 on CUDA: with float32, do not omit pieces in --compare")
     return args
 
 
 def main() -> int:
-    """Run the experiment; returns the exit code."""
+    """Run the experiment, and return the exit code."""
     args = parse_args()
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -115,7 +116,7 @@ def main() -> int:
                 for _ in measure_costs(dtype, args, workload, ranks.device, results):
                     progress.advance(task)
     finally:
-        # An interrupted run shows what it has.
+        # An interrupted run shows its results so far.
         if results.rows:
             print_tables(results.rows, console)
             plot(results.rows, args.output_dir / "differences.png")
@@ -127,7 +128,7 @@ def main() -> int:
 
 
 def compare(engine: EngineName, dtype: str, args, workload: Workload, device: torch.device, results: ResultsFile):
-    """Nothing aligned, everything, everything with a forgotten sync, and one piece left out at a time."""
+    """Run with nothing aligned, everything, everything with a forgotten sync, and with one piece omitted at a time."""
     everything = Setting(engine=engine, dtype=DTYPES[dtype], pieces=ALL, cache=args.cache)
 
     def experiment(pieces):
@@ -154,7 +155,7 @@ def compare(engine: EngineName, dtype: str, args, workload: Workload, device: to
 
 
 def measure_costs(dtype: str, args, workload: Workload, device: torch.device, results: ResultsFile):
-    """Forward and backward of the trainer with nothing, one of its pieces and everything aligned."""
+    """Measure forward and backward of the trainer with nothing, one of its pieces, and everything aligned."""
     seconds_of = partial(
         training_seconds, workload=workload, dtype=DTYPES[dtype], device=device, repeats=args.timing_repeats
     )
@@ -167,14 +168,14 @@ def measure_costs(dtype: str, args, workload: Workload, device: torch.device, re
 
 
 def is_failure(row: Mapping[str, Any]) -> bool:
-    """Whether a row is not as it must be; with nothing aligned some machines agree by themselves."""
+    """Return True if a row has a wrong result. With nothing aligned, some machines are equal anyway."""
     if row["kind"] == "stale":
         return row["verdict"] != "DIFFERENT" or "stale weights" not in (row["hint"] or "")
     return row["kind"] == "step" and row["aligned"] == "all" and row["verdict"] != "EXACT"
 
 
 def row_of(step: Step) -> dict[str, object]:
-    """The numbers of a step that tables and plot show."""
+    """The numbers of a step for tables and plot."""
     report = step.report
     return {
         "verdict": report.verdict.value,

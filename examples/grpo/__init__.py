@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small GRPO run with a Megatron-Core trainer and a separate inference engine.
 
-Importing it, before Megatron-Core and transformers, sets what they read from the environment and quiets their notices.
+Import it before Megatron-Core and transformers: it sets their environment variables and hides their notices.
 """
 
 import logging
@@ -10,9 +10,9 @@ import warnings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-# A process that torchrun did not start.
+# This process was not started by torchrun.
 os.environ.setdefault("LOCAL_RANK", "0")
-# Megatron-Core tells at import which optional kernels are missing.
+# Megatron-Core reports at import which optional kernels are missing.
 warnings.filterwarnings("ignore", module="megatron")
 for name in ("megatron", "transformers"):
     logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: the hosts' own flags where they have one.
+"""Command line. Flags are named as in slime and Miles if they exist there.
 
-Importing it needs no package, so that a wrong command is refused before anything is installed.
+Its import needs no package, so a wrong command fails before anything is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .output_dir import refuse_to_replace
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line: with some fifty flags, the usage would push the reason off the screen."""
+    """Reports errors in one line, because the usage of about fifty flags would hide the reason."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
@@ -26,23 +26,23 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_command_line(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the flags alone, with the standard library.
+    """Parse only the flags, with the standard library.
 
     Raises:
-        SystemExit: A flag is not valid, or the output folder holds a run that may not be replaced.
+        SystemExit: If a flag is not valid, or the output folder has a run that may not be replaced.
     """
     return _parse_flags(_parser(), argv)
 
 
 def parse_args(argv: Sequence[str] | None = None, *, world_size: int | None = None) -> argparse.Namespace:
-    """Parse the command line and lay the custom configuration over it.
+    """Parse the command line, then apply the custom configuration to it.
 
     Args:
-        argv: The flags; None: of this process.
-        world_size: Number of ranks; None: as torchrun says.
+        argv: The flags; None: those of this process.
+        world_size: Number of ranks; None: from torchrun.
 
     Raises:
-        SystemExit: A flag or a combination of flags is not valid, or the output folder holds a run.
+        SystemExit: If a flag or a combination of flags is not valid, or the output folder has a run.
     """
     parser = _parser()
     args = _parse_flags(parser, argv)
@@ -59,7 +59,7 @@ def parse_args(argv: Sequence[str] | None = None, *, world_size: int | None = No
 def _parser() -> Parser:
     parser = Parser(
         prog="train_grpo.py",
-        description="Trains a small decoder by GRPO. The flags are the hosts' own where they have one.",
+        description="Trains a small decoder by GRPO. Flags are named as in slime and Miles if they exist there.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_run(parser)
@@ -77,7 +77,7 @@ COUNTS = (
 
 
 def _num_ranks(parser: argparse.ArgumentParser) -> int:
-    """What NPROC says: how many ranks to start."""
+    """Return NPROC, the number of ranks to start."""
     said = os.environ.get("NPROC", "2")
     if not said.isdecimal() or int(said) < 1:
         parser.error(f"NPROC={said}: expected a number of ranks, at least 1")
@@ -87,7 +87,7 @@ def _num_ranks(parser: argparse.ArgumentParser) -> int:
 def _parse_flags(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name in COUNTS:
-        # A single sample has no other one to be compared with: its advantage would be NaN.
+        # With a single sample per prompt, the advantage would be NaN.
         least = 2 if name == "n_samples_per_prompt" else 1
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least {least}")
@@ -95,9 +95,9 @@ def _parse_flags(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespa
     if world_size % args.context_parallel_size:
         parser.error(f"--context-parallel-size {args.context_parallel_size} does not divide {world_size} ranks (NPROC)")
     if args.output_dir is not None and args.output_dir.exists() and not args.output_dir.is_dir():
-        parser.error(f"--output-dir {args.output_dir} is no folder")
+        parser.error(f"--output-dir {args.output_dir} is not a folder")
     if args.resume and args.overwrite:
-        parser.error("--resume goes on with the run in the output folder, --overwrite replaces it: choose one")
+        parser.error("--resume continues the run in the output folder, --overwrite replaces it: choose one")
     for path in (args.custom_config_path, args.model):
         if path is not None and not path.exists():
             parser.error(f"{path} does not exist")
@@ -118,7 +118,7 @@ def _check_temperature(parser: argparse.ArgumentParser, args: argparse.Namespace
 
 
 def _set_model_defaults(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """What depends on whether the model is pretrained."""
+    """Set the defaults that depend on whether the model is pretrained."""
     import torch
 
     random = {"task": "counting", "num_layers": 2, "hidden_size": 64, "warmup_steps": 30, "lr": 1e-3, "bf16": False}
@@ -134,7 +134,7 @@ def _set_model_defaults(parser: argparse.ArgumentParser, args: argparse.Namespac
 
 
 def apply_custom_config(args: argparse.Namespace, path: Path) -> None:
-    """Set every top-level key of a YAML file as an attribute of ``args``, over what is there, as the hosts do."""
+    """Set or replace an attribute of ``args`` for every top-level key of a YAML file, as slime and Miles do."""
     import yaml
 
     for key, value in (yaml.safe_load(path.read_text()) or {}).items():
@@ -149,7 +149,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="folder of metrics, plot and checkpoint. None: a new one, runs/grpo_ENGINE_NUMBER; with --resume and "
         "--overwrite the last of these",
     )
-    group.add_argument("--resume", action="store_true", help="go on from the checkpoint in the output folder")
+    group.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
     group.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     group.add_argument("--num-rollout", type=int, default=30, help="steps: rollouts, each followed by training")
     group.add_argument("--save-interval", type=int, default=20, help="steps between checkpoints")
@@ -176,7 +176,12 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--rollout-batch-size", type=int, default=32, help="prompts per rollout")
     group.add_argument("--n-samples-per-prompt", type=int, default=8)
     group.add_argument("--rollout-temperature", type=float, default=1.0)
-    group.add_argument("--rollout-top-p", type=float, default=1.0, help="share to sample from, not with transformers")
+    group.add_argument(
+        "--rollout-top-p",
+        type=float,
+        default=1.0,
+        help="share of the probability to sample from, not with transformers",
+    )
     group.add_argument("--rollout-max-response-len", type=int, default=40, help="tokens of a response")
     group.add_argument("--update-weights-interval", type=int, default=1, help="rollouts between weight updates")
     group.add_argument("--rollout-data-postprocess-path", help="module.function(args, rollout_id, rollout_data)")
@@ -193,7 +198,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bf16",
         action=argparse.BooleanOptionalAction,
-        help="the trainer's weights in bf16, with a copy in float32 to update; with --model on a GPU the default",
+        help="trainer weights in bf16, with a float32 copy for updates; the default with --model on a GPU",
     )
     group.add_argument("--num-layers", type=int, help="of the random decoder, 2 by default")
     group.add_argument("--hidden-size", type=int, help="of the random decoder, 64 by default")
@@ -210,7 +215,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--micro-batch-size", type=int, default=16, help="samples per micro-batch and rank")
     group.add_argument("--qkv-format", choices=["thd", "bshd"], default="thd")
     group.add_argument("--eps-clip", type=float, default=0.2)
-    group.add_argument("--eps-clip-high", type=float, help="0.28 where no mis_loss_method says what the loss is")
+    group.add_argument("--eps-clip-high", type=float, help="0.28 without mis_loss_method")
     group.add_argument("--eps-clip-c", type=float, help="dual clip, with custom_loss only")
     group.add_argument("--entropy-coef", type=float, default=0.0, help="with custom_loss only")
     group.add_argument("--calculate-per-token-loss", action="store_true")
@@ -218,22 +223,23 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--loss-type",
         choices=["policy_loss", "custom_loss"],
         default="policy_loss",
-        help="the example's own PPO loss, or the whole loss of --custom-loss-function-path",
+        help="the example's own PPO loss, or the full policy loss of --custom-loss-function-path",
     )
     group.add_argument(
         "--custom-loss-function-path",
         default="mis_ext.policy_loss",
-        help="module.function(args, batch, logits, sum_of_sample_mean), with custom_loss only. Of mis_ext.policy_loss "
-        "the mode comes from the YAML, mis_loss_mode: baseline, decoupled, bypass or reinforce, or mis_loss_method "
-        "names a published method. decoupled and reinforce need --use-tis; with bypass, reinforce, methods that do not "
-        "look at the proximal policy, and mis_loss_proximal: current, --use-rollout-logprobs skips the trainer's pass",
+        help="module.function(args, batch, logits, sum_of_sample_mean), with custom_loss only. For "
+        "mis_ext.policy_loss the YAML gives mis_loss_mode (baseline, decoupled, bypass or reinforce) or "
+        "mis_loss_method (a published method). decoupled and reinforce need --use-tis; with bypass, reinforce, "
+        "methods without the proximal policy, and mis_loss_proximal: current, --use-rollout-logprobs skips the "
+        "trainer's scoring pass",
     )
 
 
 def _add_evaluation(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("evaluation of the trainer's own policy on held-out questions, with --model only")
-    group.add_argument("--eval-interval", type=int, help="steps from one to the next, before training. None: never")
-    group.add_argument("--eval-temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    group.add_argument("--eval-interval", type=int, help="steps between evaluations, before training. None: never")
+    group.add_argument("--eval-temperature", type=float, default=0.0, help="0 takes the most probable token")
     group.add_argument("--num-eval-prompts", type=int, default=64)
 
 
@@ -250,7 +256,7 @@ def _setting(text: str) -> tuple[str, object]:
     try:
         return parse_setting(text)
     except ImportError:
-        # Without PyYAML, before the installation: the value is read after it.
+        # Without PyYAML, before the installation; the value is read afterwards.
         return text.partition("=")[0], None
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
@@ -264,7 +270,7 @@ def _as_dict(parser: argparse.ArgumentParser, settings: list[tuple[str, object]]
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, world_size: int) -> None:
-    # Once more, as the configuration may have set it.
+    # Check again, because the configuration may have set it.
     _check_temperature(parser, args)
     if args.loss_type == "policy_loss":
         _check_own_loss(parser, args)

@@ -15,7 +15,7 @@ from .layout import zigzag_positions
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Concatenate the first dimension over a group; the gradient is summed over the group.
+    """Concatenate the first dimension over a group. The gradient is summed over the group.
 
     ``torch.distributed.nn.functional.all_gather`` does the same, but its backward fails over gloo in a group that does
     not contain global rank 0.
@@ -73,7 +73,7 @@ class GatheredAttention(MegatronModule):
             ``[S, B, heads * dim]``; packed input counts as ``B = 1``.
         """
         if packed_seq_params is None and self.cp_size == 1:
-            # The usual triangle, for which torch has faster kernels and nothing waits for the device.
+            # A plain causal mask: torch has faster kernels for it, and no device synchronization is needed.
             return _attend(query, key, value, is_causal=True)
         if packed_seq_params is None:
             lengths_S = torch.tensor([len(query) * self.cp_size], device=query.device)
@@ -86,7 +86,7 @@ class GatheredAttention(MegatronModule):
         return _attend(query, key, value, attn_mask=mask)
 
     def _mask(self, lengths_S: Tensor) -> Tensor:
-        """Return which gathered key each local query may see, bool ``[T_local, T_all]``."""
+        """Return the mask of gathered keys that each local query may attend to, bool ``[T_local, T_all]``."""
         ranks = [zigzag_positions(lengths_S, cp_rank=rank, cp_size=self.cp_size) for rank in range(self.cp_size)]
         key_sequence, key_position = (torch.cat(parts) for parts in zip(*ranks, strict=True))
         query_sequence, query_position = ranks[self.cp_rank]

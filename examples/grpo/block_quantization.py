@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in 8 bits with a scale per block, as slime writes them into checkpoints and sends them to SGLang.
 
-An engine that quantises by itself, while it loads, turns weights into a form that later updates do not fit. One that
-starts from quantised weights takes quantised updates, and multiplies in 8 bits: activations get a scale per token and
-block at run time.
+An engine that quantizes weights while it loads changes their format, so later updates do not fit. An engine that starts
+from quantized weights accepts quantized updates, and multiplies in 8 bits: activations get a scale per token and block
+at run time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The widths that SGLang has kernels for, the usual one first.
+# Block widths with SGLang kernels, the usual one first.
 BLOCK_SIZES = (128, 64, 32)
 SCALE_SUFFIX = "_scale_inv"
 # Keeps the scale of a block of zeros above 0.
@@ -26,7 +26,7 @@ SMALLEST_PEAK = 1e-12
 
 @dataclass(frozen=True)
 class Format:
-    """Numbers of 8 bits: their type, and the largest one that is used."""
+    """An 8-bit format: its dtype, and the largest number in use."""
 
     dtype: torch.dtype
     largest: float
@@ -38,12 +38,12 @@ FORMATS = {"fp8": Format(torch.float8_e4m3fn, 448.0), "blockwise_int8": Format(t
 
 @dataclass(frozen=True, kw_only=True)
 class BlockQuantizer:
-    """Quantises the projections of a decoder; embeddings, norms, routers and the output matrix stay as they are.
+    """Quantizes the projections of a decoder. Embeddings, norms, routers and the output matrix are unchanged.
 
     Attributes:
         method: SGLang's ``quantization``, a key of ``FORMATS``.
         block_size: Rows and columns that share a scale.
-        kept: Modules with a matrix that stays.
+        kept: Modules whose matrix is not quantized.
     """
 
     method: str
@@ -52,14 +52,14 @@ class BlockQuantizer:
 
     @classmethod
     def create(cls, method: str, shapes: Mapping[str, tuple[int, ...]]) -> BlockQuantizer:
-        """With the largest blocks that fit.
+        """Use the largest blocks that fit.
 
         Args:
             method: A key of ``FORMATS``.
-            shapes: Of the unquantised weights, by transformers name.
+            shapes: Shapes of the unquantized weights, by transformers name.
 
         Raises:
-            ValueError: No such method, or a matrix is no whole number of blocks.
+            ValueError: If there is no such method, or a matrix is not a whole number of blocks.
         """
         if method not in FORMATS:
             raise ValueError(f"quantization={method!r}: its weights cannot be updated; choose {' or '.join(FORMATS)}")
@@ -69,8 +69,8 @@ class BlockQuantizer:
             size = BLOCK_SIZES[-1]
             name, shape = next(pair for pair in quantized.items() if any(side % size for side in pair[1]))
             raise ValueError(
-                f"quantization={method!r}: {name} {list(shape)} is no whole number of blocks of {size} x {size}, the "
-                "smallest ones; choose widths that are multiples of it"
+                f"quantization={method!r}: {name} {list(shape)} is not a whole number of blocks of {size} x {size}, "
+                "the smallest ones; choose widths that are multiples of it"
             )
         kept = [n.removesuffix(".weight") for n, shape in shapes.items() if len(shape) > 1 and not _is_quantized(n)]
         return cls(method=method, block_size=fitting[0], kept=tuple(sorted(kept)))
@@ -87,13 +87,13 @@ class BlockQuantizer:
         return config | ({"fmt": "e4m3"} if self.method == "fp8" else {})
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of SGLang's server that these blocks need; the method itself it reads in the configuration."""
-        # DeepGEMM takes other blocks than 128 x 128 for these.
+        """Arguments of SGLang's server for these blocks. It reads the method from the configuration."""
+        # DeepGEMM treats other blocks as 128 x 128.
         needs_triton = self.method == "fp8" and self.block_size != BLOCK_SIZES[0]
         return {"fp8_gemm_runner_backend": "triton"} if needs_triton else {}
 
     def quantize(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The checkpoint's tensors: the given ones, of which projections are quantised, and their scales.
+        """Return the checkpoint's tensors: the given ones with quantized projections, and their scales.
 
         Args:
             weights: ``[..., rows, columns]`` by transformers name. Leading dimensions count models.
@@ -108,7 +108,7 @@ class BlockQuantizer:
         return result
 
     def dequantize(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the tensors of :meth:`quantize` stand for, in float32 where they were quantised."""
+        """Dequantize the tensors of :meth:`quantize`; quantized ones become float32."""
         return {
             name: dequantize(weight, weights[name + SCALE_SUFFIX], self.block_size) if _is_quantized(name) else weight
             for name, weight in weights.items()
@@ -123,7 +123,7 @@ class BlockQuantizer:
 
 
 def quantize(weight: Tensor, form: Format, block_size: int) -> tuple[Tensor, Tensor]:
-    """Numbers ``[..., rows, columns]`` of 8 bits, and a float32 scale for every block.
+    """Return 8-bit numbers ``[..., rows, columns]``, and a float32 scale for every block.
 
     The largest number of a block becomes the largest one of the format.
     """
@@ -136,14 +136,14 @@ def quantize(weight: Tensor, form: Format, block_size: int) -> tuple[Tensor, Ten
 
 
 def dequantize(weight: Tensor, scale: Tensor, block_size: int) -> Tensor:
-    """What the results of :func:`quantize` stand for, in float32."""
+    """Dequantize the results of :func:`quantize` to float32."""
     return (_blocks(weight.float(), block_size) * _over_blocks(scale)).view(weight.shape)
 
 
 def round_inputs(inputs: Tensor, dtype: torch.dtype, block_size: int) -> Tensor:
-    """``[..., columns]`` in float32, rounded as SGLang's kernels round what they multiply with weights of ``dtype``.
+    """Round activations ``[..., columns]`` in float32 as SGLang's kernels do for weights of ``dtype``.
 
-    Every row has a scale per block. Integers are cut off, not rounded, as in SGLang's Triton kernel.
+    Every row has a scale per block. Integers are truncated, not rounded, as in SGLang's Triton kernel.
     """
     form = next(form for form in FORMATS.values() if form.dtype == dtype)
     groups = inputs.float().unflatten(-1, (-1, block_size))

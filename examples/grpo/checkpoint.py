@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: everything that a run needs to go on as if it had not stopped."""
+"""Checkpoints: the full state to continue a run as if it had not stopped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .trainer import Trainer
 
 
 def save_checkpoint(path: Path, *, trainer: Trainer, rng: Random, next_step: int) -> None:
-    """Write a checkpoint so that an interruption leaves the previous one whole.
+    """Write a checkpoint atomically: an interruption keeps the previous one.
 
-    Every rank holds all of the state (only data and context parallelism), so one rank writes for all. The default
-    generators are the ones that the transformers engine of this process samples from.
+    Every rank has the full state (only data and context parallelism), so one rank writes it. The transformers engine of
+    this process samples from the default generators.
     """
     state = {
         "trainer": trainer.state_dict(),
@@ -31,10 +31,10 @@ def save_checkpoint(path: Path, *, trainer: Trainer, rng: Random, next_step: int
 
 
 def load_checkpoint(path: Path, *, trainer: Trainer, rng: Random) -> int:
-    """Restore a checkpoint on this rank and return the step to go on with.
+    """Restore a checkpoint on this rank, and return the next step.
 
     Raises:
-        FileNotFoundError: There is no checkpoint at ``path``.
+        FileNotFoundError: If there is no checkpoint at ``path``.
     """
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     trainer.load_state_dict(state["trainer"])

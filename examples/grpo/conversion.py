@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights under their transformers names into a Megatron-Core ``GPTModel``, and out of it."""
+"""Load weights with transformers names into a Megatron-Core ``GPTModel``, and export them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .model import ModelShape
 
 @torch.no_grad()
 def load_weights(model: GPTModel, weights: Mapping[str, Tensor], shape: ModelShape) -> None:
-    """Fill the model; every tensor-parallel rank takes its part.
+    """Fill the model. Every tensor-parallel rank takes its part.
 
     Args:
-        model: Of Megatron-Core's local layers, or of Transformer Engine's.
+        model: A model with local layers of Megatron-Core, or with those of Transformer Engine.
         weights: By transformers name, in any dtype, on any device.
         shape: Of the model.
 
     Raises:
-        ValueError: Heads or vocabulary cannot be split, or a parameter of the model got no weight.
+        ValueError: If heads or vocabulary cannot be split, or a parameter of the model has no weight.
     """
     rank, size = (
         parallel_state.get_tensor_model_parallel_rank(),
@@ -44,7 +44,7 @@ def load_weights(model: GPTModel, weights: Mapping[str, Tensor], shape: ModelSha
     for index in range(shape.num_layers):
         layer, of = f"decoder.layers.{index}", f"model.layers.{index}"
         attention = f"{layer}.self_attention"
-        # Transformer Engine's linear layers normalise their input themselves.
+        # Transformer Engine's linear layers contain the norm of their input.
         is_fused = f"{layer}.mlp.linear_fc1.layer_norm_weight" in left
         norms = (
             ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
@@ -71,7 +71,7 @@ def load_weights(model: GPTModel, weights: Mapping[str, Tensor], shape: ModelSha
 
 @torch.no_grad()
 def named_weights(model: GPTModel, shape: ModelShape) -> dict[str, Tensor]:
-    """The weights of a model of local layers on one rank: on its device, in its dtype, some of them views."""
+    """The weights of a one-rank model with local layers, on its device, in its dtype; some are views."""
     embedding = model.embedding.word_embeddings.weight.detach()
     weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": model.decoder.final_layernorm.weight}
     for index, layer in enumerate(model.decoder.layers):
@@ -126,7 +126,7 @@ def _experts_weights(mlp: torch.nn.Module) -> dict[str, Tensor]:
 def _feed_forwards(
     weights: Mapping[str, Tensor], mlp: str, shape: ModelShape
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Where Megatron has each SwiGLU of a layer, and its gate, up and down projection."""
+    """The Megatron names of each SwiGLU of a layer, with its gate, up and down projection."""
     if not shape.num_experts:
         gate, up, down = (weights[f"{mlp}.{name}_proj.weight"] for name in ("gate", "up", "down"))
         yield "", gate, up, down

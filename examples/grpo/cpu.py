@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run Megatron-Core without a GPU: its calls that assume CUDA are sent to the CPU."""
+"""Run Megatron-Core without a GPU: redirect its CUDA calls to the CPU."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class _CudaCallsOnCpu(TorchFunctionMode):
-    """Makes CPU tensors pass for CUDA ones.
+    """Makes CPU tensors look like CUDA tensors.
 
-    Factory calls that ask for CUDA or pinned memory get plain CPU tensors, ``Tensor.cuda`` returns its tensor, and the
-    type name that gradient clipping asserts is CUDA's.
+    Factory calls for CUDA or pinned memory return plain CPU tensors, ``Tensor.cuda`` returns its tensor, and the type
+    name that gradient clipping checks is that of CUDA.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -30,7 +30,7 @@ class _CudaCallsOnCpu(TorchFunctionMode):
 
 
 class _NoRandomStates:
-    """Stands for the states of CUDA's generators, which Megatron-Core's attention takes even for a dropout of 0."""
+    """Replaces the states of CUDA's generators, which Megatron-Core's attention needs even for a dropout of 0."""
 
     def fork(self, *_: Any) -> AbstractContextManager[None]:
         return nullcontext()

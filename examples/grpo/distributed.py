@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups, devices, and what the ranks agree on."""
+"""Process groups, devices, and agreement between ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megatron.core import parallel_state, tensor_parallel
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Where this process is.
+    """The ranks and the device of this process.
 
     Attributes:
-        device: Where its model is.
-        rank: Among all processes.
-        dp_rank: Among data-parallel ranks.
+        device: Device of its model.
+        rank: Global rank.
+        dp_rank: Data-parallel rank.
         dp_size: Their number.
-        cp_rank: Among context-parallel ranks.
+        cp_rank: Context-parallel rank.
         cp_size: Their number.
-        control_group: All processes, over gloo, for Python objects.
+        control_group: A gloo group of all processes, for Python objects.
     """
 
     device: torch.device
@@ -38,7 +38,7 @@ class Ranks:
 
     @classmethod
     def start(cls, *, context_parallel_size: int, seed: int) -> Ranks:
-        """Join the processes that torchrun started, unless that is done: NCCL where there are GPUs, else gloo."""
+        """Initialize the process group of torchrun if necessary: NCCL with GPUs, else gloo."""
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -59,7 +59,7 @@ class Ranks:
         )
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+        """Return the value of rank 0 on every rank."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control_group)
         return box[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inference engines that draw the responses: their kernels, their dtype, their own log-probs."""
+"""Inference engines that sample the responses, with their own kernels, dtype, and log-probs."""
 
 from contextlib import nullcontext
 from copy import deepcopy
@@ -17,7 +17,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from .engine_settings import Scalar
 
 EngineName = Literal["transformers", "sglang", "vllm"]
-# Continuous batching with torch's attention: its older name before transformers 5.19.
+# Names of continuous batching with torch's attention; the second before transformers 5.19.
 SDPA = "paged|sdpa" if "paged|sdpa" in AttentionInterface().valid_keys() else "sdpa"
 
 
@@ -37,10 +37,10 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """An inference engine that holds its own copy of the policy.
+    """An inference engine with its own copy of the policy.
 
     Attributes:
-        settings: What it runs with, for the record.
+        settings: Its settings, for the record of the run.
     """
 
     settings: dict[str, Scalar]
@@ -52,30 +52,30 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: Token ids.
-            max_new_tokens: Length at which sampling stops; earlier only at an end token that the config names.
+            max_new_tokens: Length at which sampling stops; it stops earlier only at an end token of the config.
             temperature: Divides the logits.
-            top_p: Share of the distribution to sample from, 1 for all of it. SGLang's log-probs are then still those of
-                all of it, vLLM's those of the share.
+            top_p: Share of the distribution to sample from, 1 for all. Below 1, SGLang's log-probs are still those of
+                the whole distribution, and vLLM's are renormalized over the share.
         """
         ...
 
     def update_weights(self, state_dict: dict[str, Tensor], *, version: int) -> None:
-        """Take over new weights: transformers names, float32. Later completions carry ``version``."""
+        """Load new weights: transformers names, float32. Later completions have this ``version``."""
         ...
 
     def close(self) -> None:
-        """Release what the engine holds; it cannot be used afterwards."""
+        """Release all resources. The engine cannot be used afterwards."""
         ...
 
 
 class TransformersEngine:
     """Continuous batching of transformers in bfloat16: paged KV cache, own sampler and log-probs.
 
-    It samples from torch's default generator: save and restore that one to repeat a run.
+    It samples from torch's default generator: save and restore it to repeat a run.
 
     Attributes:
-        cuda_graphs: Whether to replay batches as CUDA graphs, which call no hooks of modules. At first: on a GPU, with
-            an attention that needs no mask, which padding would widen.
+        cuda_graphs: Whether to replay batches as CUDA graphs, which do not call hooks of modules. Default: on a GPU,
+            with an attention without a mask, because padding would widen a mask.
     """
 
     _PAGE_SIZE = 128
@@ -94,7 +94,7 @@ class TransformersEngine:
         self._model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
         self._attention = attention
         self._model.eval().to(device)
-        # By default transformers does so with flash attention only.
+        # The default of transformers is flash attention only.
         self.cuda_graphs = device == "cuda" and not attn_mask_is_needed(self._model.config)
         self._max_batch_tokens = max_batch_tokens
         self.settings: dict[str, Scalar] = {"dtype": str(dtype), "attention": attention, "device": device}
@@ -112,12 +112,12 @@ class TransformersEngine:
     def generate(
         self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, top_p: float = 1.0
     ) -> list[Completion]:
-        """Sample one response for each prompt from the whole distribution, see ``RolloutEngine``."""
+        """Sample one response per prompt from the whole distribution, see ``RolloutEngine``."""
         if top_p != 1:
             raise ValueError(f"{top_p=}: the engine transformers samples from the whole distribution")
         longest = max(len(prompt) for prompt in prompts) + max_new_tokens
         self._start(num_requests=len(prompts), max_length=longest, temperature=temperature)
-        # All requests enter at once, so that the batches, hence the samples, do not depend on timing.
+        # Submit all requests at once, so that batches and therefore samples do not depend on timing.
         with self._manager.pause():
             request_ids = self._manager.add_requests(prompts, max_new_tokens=max_new_tokens)
         outputs = {}
@@ -157,7 +157,7 @@ class TransformersEngine:
             self._manager = None
 
     def _start(self, *, num_requests: int, max_length: int, temperature: float) -> None:
-        """Keep one generation loop for all calls; only a larger workload or other settings need a new one."""
+        """Keep one generation loop for all calls. Only a larger workload or other settings need a new loop."""
         enough = num_requests <= self._capacity[0] and max_length <= self._capacity[1]
         settings = temperature, self.cuda_graphs
         if self._manager is not None and enough and settings == self._loop_settings:
@@ -178,20 +178,21 @@ class TransformersEngine:
             return_logprobs=True,
             page_size=self._PAGE_SIZE,
             num_blocks=num_pages,
-            # CUDA graphs begin with a request of so many tokens, which must fit.
+            # CUDA graphs start with a request of this many tokens, which must fit.
             max_batch_tokens=min(self._max_batch_tokens, num_pages * self._PAGE_SIZE),
             max_requests_per_batch=num_requests,
             use_cuda_graph=self.cuda_graphs,
-            # Whether a batch is prepared before the last one is done depends on timing.
+            # Preparing a batch before the last one is done would depend on timing.
             use_async_batching=False,
-            # It concerns tensor parallelism, which this model does not use; torchrun's environment suggests otherwise.
+            # This is for tensor parallelism, which this model does not use, although torchrun's environment suggests
+            # it.
             disable_nccl_graph_mixing=False,
-            # A shared prefix would outlive a weight update: its cached keys belong to the old weights.
+            # A shared prefix would survive a weight update, but its cached keys belong to the old weights.
             allow_block_sharing=False,
         )
         # A new generation loop seeds the default generator.
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
-            # From transformers 5.19 on it refuses, when it begins, the name of an attention that is not its own.
+            # From transformers 5.19 on, it rejects unknown attention names at its start.
             self._model.set_attn_implementation("paged|eager")
             self._manager = self._model.init_continuous_batching(generation_config, batching_config)
             self._model.set_attn_implementation(self._attention)
@@ -211,13 +212,13 @@ def create_engine(
 
     Args:
         name: ``transformers``, ``sglang`` or ``vllm``.
-        hf_config: Describes the model.
-        seed: Of the sampler.
-        workdir: A folder for files that the engine needs.
-        settings: Of the engines ``sglang`` and ``vllm``, over those that the example takes.
+        hf_config: Configuration of the model.
+        seed: Seed of the sampler.
+        workdir: A folder for files of the engine.
+        settings: Settings of the engines ``sglang`` and ``vllm``; they override those of the example.
 
     Raises:
-        ValueError: There is no such engine, or it has no such setting.
+        ValueError: If there is no such engine, or it has no such setting.
     """
     if name == "transformers":
         if settings:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An inference engine in a process of its own, so that neither side disturbs the other.
+"""An inference engine in its own process, so that engine and trainer do not interfere.
 
-Engines set environment variables, signal handlers and the multiprocessing start method, and at shutdown SGLang kills
-every child of its process, while a trainer started by torchrun has a rendezvous in its environment that the engine's
-own process group would join. The two talk over a pipe, which weights go through too. When the trainer ends, even by a
-kill, the pipe closes and the engine stops.
+Engines set environment variables, signal handlers and the multiprocessing start method. At shutdown SGLang kills every
+child of its process. A trainer started by torchrun has a rendezvous in its environment, which the engine's process
+group would join. The two processes communicate over a pipe, also for weights. When the trainer ends, even if it is
+killed, the pipe closes and the engine stops.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class EngineProcess:
 
     Args:
         name: Of the engine, for messages.
-        serve: A function of a module that is told the worker's end of the pipe and calls :func:`serve`.
-        log: Where the engine's output goes.
-        hidden: Variables of the environment that the engine must not see.
-        environment: Variables that it gets.
+        serve: A module-level function that gets the worker's end of the pipe and calls :func:`serve`.
+        log: File for the engine's output.
+        hidden: Environment variables to remove for the engine.
+        environment: Environment variables to set.
 
     Attributes:
-        process: The worker, leader of a session of its own.
+        process: The worker, the leader of its own session.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._name, self._log = name, log
-        # Engines leave their sockets where temporary files go; the paths must be short.
+        # Engines create their sockets in the folder for temporary files, and the paths must be short.
         sockets = tempfile.mkdtemp(prefix=f"{name.lower()}-")
         ours, theirs = Pipe()
         self._connection: Connection = ours
@@ -75,18 +75,18 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C belongs to the trainer, which then closes the engine.
+                # Ctrl-C must reach only the trainer, which then closes the engine.
                 start_new_session=True,
             )
         theirs.close()
-        # Runs at close(), when the object is collected and at interpreter exit, whichever is first.
+        # Runs at close(), at garbage collection, or at interpreter exit, whichever is first.
         self._stop = weakref.finalize(self, _stop_worker, self.process, ours, sockets)
 
     def call(self, command: str, **arguments: Any) -> Any:
-        """Return the worker's answer to one command.
+        """Return the worker's reply to one command.
 
         Raises:
-            RuntimeError: The engine is closed, or ended during the command; the message ends with its log.
+            RuntimeError: If the engine is closed, or ended during the command. The message ends with its log.
         """
         if not self._stop.alive:
             raise RuntimeError(f"the {self._name} engine is closed")
@@ -103,7 +103,7 @@ class EngineProcess:
                 f"{self._log}, ends with:\n{_tail(self._log)}"
             ) from cause
         except BaseException:
-            # An interrupted call leaves its answer in the pipe, where the next call would take it for its own.
+            # An interrupted call leaves its reply in the pipe, and the next call would read it.
             self.close()
             raise
         if error is not None:
@@ -111,12 +111,12 @@ class EngineProcess:
         return result
 
     def close(self) -> None:
-        """Stop the engine and every process that it started; a second call does nothing."""
+        """Stop the engine and every process that it started. A second call does nothing."""
         self._stop()
 
 
 class Worker(Protocol):
-    """What runs in the engine's process: one method per command, and how it ends."""
+    """The engine's side of the process: one method per command, and its shutdown."""
 
     def shutdown(self) -> None:
         """Stop the engine."""
@@ -124,7 +124,7 @@ class Worker(Protocol):
 
 
 def serve(descriptor: int, worker: Worker) -> None:
-    """Answer commands until the trainer closes its end of the pipe."""
+    """Execute commands until the trainer closes its end of the pipe."""
     connection = Connection(descriptor)
     try:
         while True:
@@ -132,7 +132,7 @@ def serve(descriptor: int, worker: Worker) -> None:
             try:
                 reply = None, getattr(worker, command)(**arguments)
             except ValueError as error:
-                # As plain types: the trainer's process cannot unpickle the engine's own.
+                # Send plain types, because the trainer's process cannot unpickle the engine's types.
                 reply = ValueError(str(error)), None
             except RuntimeError as error:
                 reply = RuntimeError(str(error)), None
@@ -155,19 +155,19 @@ def _worker_source(function: Callable[[int], None], descriptor: int) -> str:
 
 
 def _worker_environment(environment: Mapping[str, str], hidden: Collection[str]) -> dict[str, str]:
-    """Leave out the trainer's torchrun job, and use one thread unless the user or torchrun says otherwise."""
+    """Remove the trainer's torchrun variables, and use one thread unless the user or torchrun sets a number."""
     kept = {
         name: value
         for name, value in environment.items()
         if name not in hidden and not name.startswith("TORCHELASTIC_")
     }
-    # Threads that wait for each other, when other processes want the cores too, make a small model 20 times slower.
+    # If other processes use the cores, threads that wait for each other make a small model 20 times slower.
     return {"OMP_NUM_THREADS": "1", **kept}
 
 
 def _stop_worker(process: subprocess.Popen[bytes], connection: Connection, sockets: str) -> None:
-    """End the worker and everything in its session, and remove its sockets."""
-    # The worker takes the closed pipe as the end and shuts the engine down.
+    """End the worker and its session, and remove its sockets."""
+    # The worker shuts the engine down when the pipe closes.
     connection.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=30)

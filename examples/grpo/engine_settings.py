@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the engines: what the example needs, what suits the machine, and over both what the user says.
+"""Settings of the engines: those of the example, those for the machine, and those of the user, which override them.
 
-Importing it needs no package.
+Its import needs no package.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from pathlib import Path
 
 Scalar = str | int | float | bool | None
 
-# With these SGLang 0.5 runs on a CPU without its compiled kernels; ``sglang_cpu`` stands in for what it still imports.
+# With these, SGLang 0.5 runs on a CPU without its compiled kernels; ``sglang_cpu`` replaces modules that it still
+# imports.
 CPU_SETTINGS: dict[str, Scalar] = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
-    # Otherwise it keeps a core busy while the trainer works.
+    # Otherwise it keeps a core busy during training.
     "sleep_on_idle": True,
     "max_total_tokens": 65536,
     "max_running_requests": 256,
 }
 # The trainer's first rank shares its GPU with the engine.
 GPU_SETTINGS: dict[str, Scalar] = {"device": "cuda", "mem_fraction_static": 0.3}
-# Graphs of prefills take most of the start, and save little with prompts of a few tokens. Not every version has them.
+# Prefill graphs take most of the startup time, and save little with short prompts. Not every version has them.
 GPU_SAVINGS: dict[str, Scalar] = {"disable_prefill_cuda_graph": True}
 
-# The same of vLLM. It counts from the whole memory, and does not start where less than that is free.
+# The same for vLLM. Its share is of the whole memory, and it does not start if less is free.
 VLLM_GPU_SETTINGS: dict[str, Scalar] = {"gpu_memory_utilization": 0.3}
 
-# They follow from the run, or the comparison of weights after an update relies on them. Speculation is none of the
-# user's: without Triton vLLM 0.32.0 draws drafted tokens at a temperature that it never set.
+# They follow from the run, or the comparison of weights after an update relies on them. Speculation is fixed because
+# without Triton vLLM 0.32.0 samples draft tokens at a temperature that it never set.
 FIXED = {
     "sglang": (
         *("model_path", "load_format", "skip_tokenizer_init", "dtype", "device", "context_length", "random_seed"),
@@ -46,10 +47,10 @@ FIXED = {
         *("data_parallel_size", "speculative_config"),
     ),
 }
-# Below it vLLM samples at it.
+# vLLM uses this temperature instead of any lower one.
 VLLM_COLDEST = 0.01
 
-# FlashInfer has kernels for these.
+# Head dimensions with FlashInfer kernels.
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
@@ -57,13 +58,13 @@ def parse_setting(text: str) -> tuple[str, Scalar]:
     """Read ``key=value``, the value as a YAML scalar.
 
     Raises:
-        ImportError: It is of that form, and there is no PyYAML to read the value.
-        ValueError: It is not of that form.
+        ImportError: If it has this form, but PyYAML is not installed.
+        ValueError: If it does not have this form.
     """
     key, equals, value_text = text.partition("=")
     if not key.isidentifier() or not equals:
         raise ValueError(f"{text!r}: expected key=value")
-    # Later than what needs no package.
+    # Imported late, because the rest needs no package.
     from yaml import YAMLError, safe_load
 
     try:
@@ -78,10 +79,10 @@ def parse_setting(text: str) -> tuple[str, Scalar]:
 
 
 def check_not_fixed(keys: Iterable[str], fixed: Collection[str]) -> None:
-    """Refuse a key that the example sets.
+    """Raise an error for a key that the example sets.
 
     Raises:
-        ValueError: With all that it sets.
+        ValueError: With all keys that the example sets.
     """
     for key in keys:
         if key in fixed:
@@ -94,13 +95,13 @@ def check_settings(
     """Check names of settings.
 
     Args:
-        settings: The user's.
-        known: Names that the engine has.
-        fixed: Those that the example sets.
+        settings: Settings of the user.
+        known: Names of the engine's settings.
+        fixed: Names that the example sets.
         engine: Its name and version, for the message.
 
     Raises:
-        ValueError: The engine has no such setting, or the example sets it.
+        ValueError: If the engine has no such setting, or the example sets it.
     """
     check_not_fixed(settings, fixed)
     for key in settings:
@@ -110,12 +111,12 @@ def check_settings(
 
 
 def machine_settings(*, on_gpu: bool, head_dim: int, known: Collection[str]) -> dict[str, Scalar]:
-    """Return what suits this machine and the installed packages.
+    """Return settings for this machine and the installed packages.
 
     Args:
         on_gpu: Whether there is a GPU.
-        head_dim: Of the model's attention.
-        known: Names that SGLang has.
+        head_dim: Head dimension of the model's attention.
+        known: Names of SGLang's settings.
     """
     if not on_gpu:
         return CPU_SETTINGS
@@ -126,9 +127,9 @@ def machine_settings(*, on_gpu: bool, head_dim: int, known: Collection[str]) -> 
 
 
 def attention_backend(*, head_dim: int) -> str | None:
-    """Return an attention backend that is installed, or None where SGLang's default is.
+    """Return an installed attention backend, or None if SGLang's default is installed.
 
-    The default is FA3 on Hopper, without a look at whether its kernels are there.
+    On Hopper the default is FA3, even if its kernels are not installed.
     """
     if _has_file("sgl_kernel", "flash_ops*.so"):
         return None
@@ -138,7 +139,7 @@ def attention_backend(*, head_dim: int) -> str | None:
 
 
 def _flashinfer_runs() -> bool:
-    """Tell whether FlashInfer has compiled kernels, or can compile its own."""
+    """Return True if FlashInfer has compiled kernels, or can compile them."""
     if importlib.util.find_spec("flashinfer") is None:
         return False
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
@@ -147,7 +148,7 @@ def _flashinfer_runs() -> bool:
 
 
 def _has_file(package: str, pattern: str) -> bool:
-    """Look into the folder of a package without importing it."""
+    """Check the folder of a package without importing it."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec is not None else None
     return any(True for folder in folders or () for _ in Path(folder).glob(pattern))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainer's own policy is worth on questions that it never learns from.
+"""Evaluate the trainer's own policy on held-out questions.
 
-The rollout's reward is that of the engine: with another cache, other kernels, or old weights it is another policy.
+The reward of the rollout is that of the engine, whose policy differs with another cache, other kernels, or old weights.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ SEED = 99
 
 
 class Evaluation:
-    """The same held-out questions at every call; the data-parallel ranks share them.
+    """Asks the same held-out questions at every call, split over data-parallel ranks.
 
     Args:
-        task: Where the questions come from.
-        ranks: Where this process is.
-        num_questions: Of all ranks together.
-        batch_size: Questions that one rank answers at once.
-        temperature: Divides the logits. 0 takes the likeliest token.
-        end_token: Ends an answer.
+        task: Source of the questions.
+        ranks: The ranks of this process.
+        num_questions: Number of questions over all ranks.
+        batch_size: Questions per rank and batch.
+        temperature: Divides the logits. 0 takes the most probable token.
+        end_token: Token that ends a response.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Evaluation:
         rng = Random(SEED)
         questions = [task.sample(rng, held_out=True) for _ in range(num_questions)]
         self._questions = questions[ranks.dp_rank :: ranks.dp_size]
-        # Equal for all numbers of ranks and sizes of batches, and at every call.
+        # Independent of the number of ranks and the batch size, and equal at every call.
         chance_QL = torch.rand(num_questions, task.response_length, generator=torch.Generator().manual_seed(SEED))
         self._chance_QL = chance_QL[ranks.dp_rank :: ranks.dp_size].to(ranks.device)
         self._ranks, self._num_questions, self._batch_size = ranks, num_questions, batch_size
         self._temperature, self._end_token = temperature, end_token
 
     def reward(self, trainer: Trainer) -> float:
-        """Return the mean reward of one answer to each question, the same on every rank."""
+        """Return the mean reward of one response per question, equal on every rank."""
         total = torch.zeros(1, device=self._ranks.device)
         for start in range(0, len(self._questions), self._batch_size):
             batch = slice(start, start + self._batch_size)
@@ -63,7 +63,7 @@ class Evaluation:
         return float(total) / self._num_questions
 
     def _answers(self, trainer: Trainer, asked: Sequence[Question], chance_BL: Tensor) -> list[list[int]]:
-        """Answer token by token, each by a pass over the whole sequence: what the trainer computes, without a cache."""
+        """Generate token by token with passes over the whole sequence: the trainer's computation, without a cache."""
         sequences = [list(question.prompt_ids) for question in asked]
         unfinished = list(range(len(asked)))
         for chance_B in chance_BL.T:
@@ -76,7 +76,7 @@ class Evaluation:
         return [row[len(question.prompt_ids) :] for row, question in zip(sequences, asked, strict=True)]
 
     def _next_tokens(self, trainer: Trainer, sequences: list[list[int]], chance_B: Tensor) -> list[int]:
-        """Each comes from the context-parallel rank that holds the end of its sequence."""
+        """Each token comes from the context-parallel rank with the end of its sequence."""
         logits_RV, held = trainer.next_logits(sequences)
         token_B = torch.zeros(len(sequences), dtype=torch.long, device=self._ranks.device)
         if held:
@@ -86,7 +86,7 @@ class Evaluation:
 
 
 def _draw(logits_RV: Tensor, chance_R: Tensor, temperature: float) -> Tensor:
-    """Take the token at which the cumulated probability passes a number between 0 and 1."""
+    """Take the token at which the cumulative probability exceeds a number between 0 and 1."""
     if temperature == 0:
         return logits_RV.argmax(-1)
     reached_RV = (logits_RV.double() / temperature).softmax(-1).cumsum(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token positions a context-parallel rank holds, and the tensors that Megatron takes for a micro-batch."""
+"""Token positions of a context-parallel rank, and the tensors of a micro-batch for Megatron."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from .transfer import moved
 
 
 def zigzag_positions(lengths_S: Tensor, *, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence and the position in it of every token that a rank holds, sequence after sequence.
+    """Return the sequence and the position of every token of a rank, sequence after sequence.
 
     Args:
         lengths_S: Length of each sequence, padded to whole chunks. ``[S]``, integer.
@@ -33,12 +33,12 @@ def zigzag_positions(lengths_S: Tensor, *, cp_rank: int, cp_size: int) -> tuple[
 class ResponsePart:
     """The response tokens whose log-probs one rank computes.
 
-    The logits at position ``p - 1`` give the log-prob of the token at ``p``, so a token belongs to the rank that holds
-    the position before it.
+    The logits at position ``p - 1`` give the log-prob of the token at ``p``, so a token belongs to the rank with the
+    position before it.
 
     Attributes:
         logit_index_R: Row of each token in the rank's logits. ``[R]``, int64.
-        response_index_R: Its place in the whole response. ``[R]``, int64.
+        response_index_R: Its position in the whole response. ``[R]``, int64.
     """
 
     logit_index_R: Tensor
@@ -65,7 +65,7 @@ class ResponsePart:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """What ``GPTModel`` takes for a micro-batch on this rank, and how its logits map to response tokens.
+    """Input of ``GPTModel`` for a micro-batch on this rank, and the map from its logits to response tokens.
 
     Attributes:
         tokens: Token ids, ``[1, T]`` (thd) or ``[B, S]`` (bshd).
@@ -73,7 +73,7 @@ class ModelInputs:
         packed_seq_params: Sequence boundaries, thd only.
         logit_index_R: Row of each local response token in the flattened logits. ``[R]``.
         target_R: Its token id. ``[R]``.
-        response_indices: For each sample, which tokens of its response these are.
+        response_indices: For each sample, the indices of its response tokens on this rank.
     """
 
     tokens: Tensor
@@ -98,10 +98,10 @@ def build_inputs(
     Args:
         tokens: Prompt and response of every sample, each ``[L]``.
         response_lengths: Tokens of each response.
-        max_seq_lens: The one length that all samples are padded to, once per sample (bshd). None packs them (thd).
+        max_seq_lens: The common padded length, repeated per sample (bshd). None packs samples (thd).
         cp_rank: The rank.
         cp_size: Number of context-parallel ranks.
-        device: Where the model is.
+        device: Device of the model.
     """
     layout_lengths = [len(sample) for sample in tokens] if max_seq_lens is None else max_seq_lens
     chunks = owned_chunks(cp_rank=cp_rank, cp_size=cp_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's side of the contract: reducers, the policy loss, and the call of the custom correction."""
+"""The framework's side of the interface: reducers, the policy loss, and the call of the custom correction."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from torch import Tensor
 
 @cache
 def load_function(path: str) -> Callable[..., Any]:
-    """Import what a dotted path names: everything before the last dot is the module."""
+    """Import an object by dotted path. The part before the last dot is the module."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch:
-    """One micro-batch of responses as the policy loss sees it on one rank.
+    """One micro-batch of responses, as input of the policy loss on one rank.
 
-    Lists have one entry per sample. Log-probs and advantages have this context-parallel rank's tokens, masks the whole
-    response.
+    Lists have one entry per sample. Log-probs and advantages cover this context-parallel rank's tokens; masks cover the
+    whole response.
 
     Attributes:
         train_log_probs: Scored by the trainer before the rollout's first optimizer step.
         rollout_log_probs: Reported by the engine.
         advantages: Of each token.
         loss_masks: 1 for every token with a loss.
-        response_indices: Which tokens of the response are here.
+        response_indices: Indices of the response tokens on this rank.
         total_lengths: Tokens of prompt and response.
         response_lengths: Tokens of the response.
         max_seq_lens: The length that each sample is padded to (bshd); None when samples are packed (thd).
@@ -51,9 +51,9 @@ class PolicyBatch:
 class Reducer:
     """Reduces token values to a sum over samples of per-sample means, or to a sum over tokens.
 
-    The numerator takes the given masks. The denominator of a sample is always its original number of trainable tokens,
-    so a rejected token adds nothing and still counts. Under context parallelism a rank's value is its share: the shares
-    of all ranks add up to the value without it.
+    The numerator uses the given masks. The denominator of a sample is always its original number of trainable tokens,
+    so a rejected token adds nothing but still counts. With context parallelism, a rank's value is its share: the sum
+    over all ranks is the value without context parallelism.
     """
 
     token_weights_T: Tensor
@@ -67,7 +67,7 @@ class Reducer:
         Args:
             masks: Numerator mask of each whole response.
             original_masks: 1 for every trainable token of each whole response.
-            response_indices: Which tokens of each response are on this rank.
+            response_indices: Indices of each response's tokens on this rank.
             per_token: Sum tokens instead of averaging them per sample.
         """
         weights = []
@@ -84,7 +84,7 @@ class Reducer:
 def clipped_policy_loss(
     ratio_T: Tensor, advantages_T: Tensor, *, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the PPO loss of every token, and 1 for every token that the clip decided.
+    """Return the PPO loss of every token, and 1 for every clipped token.
 
     "Proximal Policy Optimization Algorithms", arXiv 1707.06347; the separate upper bound is DAPO's, arXiv 2503.14476.
 
@@ -103,7 +103,7 @@ def policy_loss(args: Namespace, batch: PolicyBatch, log_probs_T: Tensor) -> tup
     """Compute a micro-batch's loss and logged values, each a share of a sum over samples (or tokens) of all ranks.
 
     Args:
-        args: The run's arguments, handed to the correction as they are.
+        args: Arguments of the run, passed to the correction unchanged.
         batch: The micro-batch.
         log_probs_T: Log-probs of the policy being trained, of all samples one after the other. ``[T]``.
 

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from .attention import GatheredAttention
 from .task import VOCAB_SIZE
 
-# What these have beside what all have: a bias of queries, keys and values; a norm of queries and keys.
+# Optional parts of each family: a bias of queries, keys and values; a norm of queries and keys.
 FAMILIES = {
     "llama": {"has_qkv_bias": False, "has_qk_norm": False},
     "qwen2": {"has_qkv_bias": True, "has_qk_norm": False},
@@ -31,9 +31,9 @@ FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder with RMSNorm, SwiGLU, rotary positions and grouped queries; by default Qwen3's normalised heads.
+    """A decoder with RMSNorm, SwiGLU, rotary positions and grouped queries; by default with Qwen3's normalized heads.
 
-    With ``num_experts`` every SwiGLU is a mixture of so many, each as wide as ``ffn_hidden_size``.
+    With ``num_experts``, every SwiGLU is a mixture of this many experts of width ``ffn_hidden_size``.
     """
 
     num_layers: int = 2
@@ -57,17 +57,17 @@ class ModelShape:
         """Read a configuration of transformers.
 
         Args:
-            config: Of Llama, Qwen2, Qwen3 or Mixtral.
-            max_length: Tokens of the longest sequence, where that is less than the model can take.
+            config: Configuration of Llama, Qwen2, Qwen3 or Mixtral.
+            max_length: Tokens of the longest sequence, if the model supports more.
 
         Raises:
-            ValueError: Megatron-Core's ``GPTModel`` cannot hold such a model, as it is built here.
+            ValueError: If this example cannot build the model as Megatron-Core's ``GPTModel``.
         """
         family = FAMILIES.get(config.model_type)
         if family is None:
             raise ValueError(f"model_type {config.model_type!r}: expected one of {', '.join(FAMILIES)}")
         rope = config.rope_parameters
-        # What transformers would compute otherwise than this decoder.
+        # Options with which transformers would compute something else than this decoder.
         unlike = {
             "rope_type": (rope.get("rope_type", "default"), "default"),
             "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
@@ -130,8 +130,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Describe the decoder to Megatron-Core, without kernels that need a GPU.
 
-    Routers compute in float32, as slime's settings of models say, and weight a token's experts by the softmax of their
-    scores alone. No loss balances experts, and no token is dropped.
+    Routers compute in float32, as in slime's model settings, and weight the chosen experts by the softmax of their
+    scores. There is no balancing loss, and no token is dropped.
     """
     experts: dict[str, Any] = {
         "num_moe_experts": shape.num_experts,
@@ -178,7 +178,7 @@ def transformer_config(
 def build_model(
     shape: ModelShape, config: TransformerConfig, *, seed: int, core_attention: type | None = GatheredAttention
 ) -> GPTModel:
-    """Build the trainer's model with the same weights on every rank; without a core attention, with Megatron's own."""
+    """Build the trainer's model with equal weights on every rank. The default core attention is Megatron's own."""
     # Without Transformer Engine, Megatron-Core 0.16 forgets to define this name, which its routers look up.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
@@ -187,7 +187,7 @@ def build_model(
     )
     if core_attention is not None:
         spec.submodules.self_attention.submodules.core_attention = core_attention
-    # Given a layer alone, Megatron-Core takes the last norm from Transformer Engine where that is installed.
+    # Given only a layer spec, Megatron-Core takes the final norm from Transformer Engine if installed.
     block = TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=WrappedTorchNorm)
     torch.manual_seed(seed)
     return GPTModel(

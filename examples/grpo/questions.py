@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions in words whose answers a program checks, for models with a chat template.
+"""Text questions with automatically checked responses, for models with a chat template.
 
-``arithmetic``: products, sums, the largest of three numbers. ``arithmetic_steps``: the same, with the steps before the
-answer. ``story``: a story, worth more the more words without the letter e it has; there answers stay long, and the next
-word stays open. ``story_answer``: a story that ends with the largest of three numbers: worth 1 or 0, and rarely 1 at
-first. ``reasoning_gym:NAME``: a task of the package ``reasoning-gym``, such as ``reasoning_gym:chain_sum``.
-``prepared:FILE``: questions with a number for an answer, which ``examples/questions/prepare.py`` drew from that
-package; worth 1 if the last number of an answer is right.
+``arithmetic``: products, sums, the largest of three numbers. ``arithmetic_steps``: the same, with steps before the
+result. ``story``: a story, with a higher reward for more words without the letter e; responses stay long, and the next
+word stays uncertain. ``story_answer``: a story that ends with the largest of three numbers; reward 1 or 0, and rarely 1
+at first. ``reasoning_gym:NAME``: a task of the package ``reasoning-gym``, such as ``reasoning_gym:chain_sum``.
+``prepared:FILE``: questions with a numeric result, drawn from that package by ``examples/questions/prepare.py``; reward
+1 if the last number of a response is right.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from random import Random
 
 from transformers import PreTrainedTokenizerBase
 
-# On the path of slime's process too, which has no examples of ours.
+# Also importable in slime's process, which has no other modules of the examples.
 sys.path.append(str(Path(__file__).parents[1] / "questions"))
 from arithmetic import draw_task, is_right
 
 GYM, PREPARED = "reasoning_gym:", "prepared:"
 MAX_PROMPT = 512
-# One of so many questions is never trained on.
+# One in this many questions is held out.
 HELD_OUT_SHARE = 8
-# So many draws in a row of the other kind: there is none of this one.
+# After this many draws of the other kind, assume that this kind has no questions.
 MAX_DRAWS = 1000
 
-# What stories are about, and how many different words without an e, of three letters at least, are worth 1.
+# Subjects of stories, and the number of different words without an e, of at least three letters, for reward 1.
 THINGS = (
     *("baker", "bear", "bell", "bridge", "castle", "clock", "cloud", "comet", "crow", "doctor", "farmer", "forest"),
     *("fox", "garden", "ghost", "goat", "island", "king", "lamp", "lighthouse", "map", "miller", "mountain", "owl"),
@@ -42,7 +42,7 @@ THINGS = (
     *("train", "turtle", "violin", "wolf"),
 )
 WORTH_ALL = 80
-# A story has so many different words of three letters.
+# A story needs this many different words of three letters.
 FEWEST_WORDS = 60
 
 Grader = Callable[[str], float]
@@ -51,13 +51,13 @@ Draw = Callable[[Random], tuple[str, Grader]]
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One prompt, and what its answers are worth.
+    """One prompt, and the reward of its responses.
 
     Attributes:
-        text: As the user asks.
-        prompt_ids: In the chat template.
-        worth: Of an answer in words, 0 to 1.
-        decode: From tokens to words.
+        text: The question of the user.
+        prompt_ids: Token ids in the chat template.
+        worth: Reward of a response text, 0 to 1.
+        decode: Converts tokens to text.
     """
 
     text: str
@@ -66,21 +66,21 @@ class Question:
     decode: Callable[[list[int]], str] = field(repr=False)
 
     def grade(self, response_ids: list[int]) -> float:
-        """What an answer is worth, 0 to 1."""
+        """The reward of a response, 0 to 1."""
         return self.worth(self.decode(response_ids))
 
 
 class QuestionTask:
-    """Draws questions, one kind apart from the other: those to learn from, and those held out.
+    """Draws questions for training, and separate held-out questions.
 
     Args:
         name: See the module.
-        tokenizer: With a chat template.
-        response_length: Tokens of the longest answer; it may end earlier.
+        tokenizer: A tokenizer with a chat template.
+        response_length: Tokens of the longest response; it may end earlier.
 
     Raises:
-        ValueError: There is no such task.
-        ModuleNotFoundError: reasoning-gym is not installed.
+        ValueError: If there is no such task.
+        ModuleNotFoundError: If reasoning-gym is not installed.
     """
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, *, response_length: int) -> None:
@@ -89,15 +89,15 @@ class QuestionTask:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest prompt and its answer."""
+        """Tokens of the longest prompt and its response."""
         return MAX_PROMPT + self.response_length
 
     def sample(self, rng: Random, *, held_out: bool = False) -> Question:
-        """Draw a question to learn from, or one that is held out.
+        """Draw a question for training, or a held-out question.
 
         Raises:
-            RuntimeError: The task has no such questions.
-            ValueError: A question is too long.
+            RuntimeError: If the task has no such questions.
+            ValueError: If a question is too long.
         """
         for _ in range(MAX_DRAWS):
             text, worth = self._draw(rng)
@@ -106,7 +106,7 @@ class QuestionTask:
         raise RuntimeError(f"{MAX_DRAWS} draws and no question with {held_out=}: the task has too few questions")
 
     def loss_mask(self, question: Question, num_tokens: int) -> list[int]:
-        """Every token of an answer carries loss."""
+        """Every token of a response has a loss."""
         return [1] * num_tokens
 
     def _question(self, text: str, worth: Grader) -> Question:
@@ -114,7 +114,7 @@ class QuestionTask:
             [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
         )
         if len(ids) > MAX_PROMPT:
-            raise ValueError(f"a question of {len(ids)} tokens, at most {MAX_PROMPT} are taken: {text[:80]!r}")
+            raise ValueError(f"a question of {len(ids)} tokens, but at most {MAX_PROMPT} are supported: {text[:80]!r}")
         return Question(text=text, prompt_ids=ids, worth=worth, decode=self._decode)
 
     def _decode(self, ids: list[int]) -> str:
@@ -187,13 +187,13 @@ def _prepared(file: Path) -> Draw:
 
 
 def last_number(text: str) -> float | None:
-    """The last one of a text, which may have commas between its thousands."""
+    """The last number of a text; it may have commas between thousands."""
     digits = _last_digits(text)
     return float(digits) if digits else None
 
 
 def _last_digits(text: str) -> str:
-    """The last number as it is written, without the commas between its thousands; empty if there is none."""
+    """The last number as text, without commas between thousands; empty if there is none."""
     found = re.findall(r"(?<![\d.])-?\d[\d,]*(?:\.\d+)?", text)
     return found[-1].replace(",", "") if found else ""
 
@@ -212,7 +212,7 @@ def _gym(name: str) -> Draw:
         entry = data[0]
 
         def worth(answer: str) -> float:
-            # A small model talks around its number.
+            # A small model adds words around its number.
             if re.fullmatch(r"-?\d+", str(entry["answer"])):
                 answer = re.sub(r"\.0+$", "", _last_digits(answer))
             return float(data.score_answer(answer=answer.strip(), entry=entry))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind: metrics as JSON lines, a plot, a table, and a progress bar while it runs."""
+"""Output of a run: metrics as JSON lines, a plot, a table, and a progress bar."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One panel of the plot: its title, the metrics in it with their labels, and the scale of its axis."""
+    """One panel of the plot: title, metrics with labels, and scale of the axis."""
 
     title: str
     series: dict[str, str]
@@ -46,10 +46,10 @@ PANELS = {
 
 
 class MetricsLog:
-    """One JSON object per step in a file, written at once, so that an interrupted run loses nothing."""
+    """Writes one JSON object per step to a file immediately, so that an interrupted run loses nothing."""
 
     def __init__(self, path: Path, *, first_step: int) -> None:
-        """Continue ``path`` before ``first_step``; later lines, of steps that will be repeated, are dropped."""
+        """Continue ``path`` at ``first_step``. Lines of later steps, which will be repeated, are dropped."""
         kept = [row for row in read_metrics(path) if row["step"] < first_step] if first_step else []
         path.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
@@ -65,7 +65,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Read all complete lines of a metrics file; a missing file has none."""
+    """Read all complete lines of a metrics file; a missing file has no lines."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -95,7 +95,7 @@ def plot(rows: list[Row], path: Path) -> None:
         if len(measured) > 1:
             axis.legend(frameon=False)
     axes["A"].set_ylim(0, 1.02)
-    # Where nothing is rejected, rounding is not to be seen.
+    # If nothing is rejected, do not show rounding errors.
     lowest = min(0.9, axes["D"].get_ylim()[0])
     axes["D"].set_ylim(lowest, 1 + 0.05 * (1 - lowest))
     figure.savefig(path, dpi=130)
@@ -104,7 +104,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 def summary_table(rows: list[Row]) -> Table:
     """Show the first and last steps of every metric side by side."""
-    # What is measured now and then has fewer values.
+    # Metrics that are not measured in every step have fewer values.
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     window = max(1, min(10, len(rows) // 4))
     table = Table(title=f"{len(rows)} steps; first and last: means over {window}", box=box.SIMPLE)
@@ -119,7 +119,7 @@ def summary_table(rows: list[Row]) -> Table:
 
 
 class ProgressDisplay:
-    """A progress bar on a terminal; elsewhere a plain line now and then; nothing unless ``enabled``."""
+    """A progress bar on a terminal, else occasional plain lines; nothing unless ``enabled``."""
 
     _MAX_LINES = 20
 
@@ -145,7 +145,7 @@ class ProgressDisplay:
         self._progress.stop()
 
     def start_phase(self, name: str, *, total: int, completed: int = 0) -> Callable[[str], None]:
-        """Show a new phase of the run; call the result after each of its steps with what to show beside the bar."""
+        """Show a new phase of the run. Call the result after each step with the text to show next to the bar."""
         task = self._progress.add_task(name, total=total, completed=completed, status="")
         every = max(1, total // self._MAX_LINES)
         done = completed

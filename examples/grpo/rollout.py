@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of one rollout: drawing them, grading them, and one data-parallel rank's share as the hosts store it."""
+"""Samples of one rollout: draw and grade them, and store one data-parallel rank's share like slime and Miles."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Sample:
     """A graded response.
 
     Attributes:
-        problem: What was asked.
+        problem: The problem.
         response_ids: The response.
-        rollout_log_probs: Log-probs of its tokens as the engine reported them; None for a supervised response.
-        weight_versions: With which the engine sampled it, as the hosts name them; of a supervised response none.
-        advantage: Of every token of the response.
+        rollout_log_probs: Log-probs reported by the engine; None for a supervised response.
+        weight_versions: Weight versions of the engine, named as in slime and Miles; empty for a supervised response.
+        advantage: Advantage of every token of the response.
     """
 
     problem: Problem | Question
@@ -43,11 +43,11 @@ def grade_groups(
     num_samples: int,
     divided: bool = True,
 ) -> tuple[list[Sample], Tensor]:
-    """Grade completions and compare each with the others to the same problem.
+    """Grade completions, and compare each with the other completions of the same problem.
 
-    The advantage is the reward less the group's mean, over the group's standard deviation ("DeepSeekMath: Pushing the
-    Limits of Mathematical Reasoning in Open Language Models", arXiv 2402.03300), or, not ``divided``, alone
-    ("Understanding R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783).
+    The advantage is the reward minus the group's mean, divided by the group's standard deviation ("DeepSeekMath:
+    Pushing the Limits of Mathematical Reasoning in Open Language Models", arXiv 2402.03300), or without the division if
+    not ``divided`` ("Understanding R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783).
 
     Returns:
         The samples, and their rewards ``[problems, num_samples]``.
@@ -86,15 +86,15 @@ def own_share(
     padded: bool,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Store one data-parallel rank's samples as slime hands them to its hooks: lists with one entry per sample.
+    """Store one data-parallel rank's samples in the format of slime's hooks: lists with one entry per sample.
 
     Args:
-        task: Decides which tokens have a loss.
+        task: Task that decides which tokens have a loss.
         samples: The whole rollout.
         dp_rank: The rank.
         dp_size: Number of data-parallel ranks; sample ``i`` goes to rank ``i % dp_size``.
         padded: Whether the model pads samples to the longest of the rollout (bshd) instead of packing them (thd).
-        device: Where masks are needed.
+        device: Device of the masks.
     """
     tokens = [torch.tensor(sample.problem.prompt_ids + sample.response_ids) for sample in samples]
     own = slice(dp_rank, None, dp_size)

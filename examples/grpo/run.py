@@ -30,7 +30,7 @@ from .trainer import Trainer
 
 
 class Run:
-    """One training run on this rank. Rank 0 also holds the inference engine and writes the reports."""
+    """One training run on this rank. Rank 0 also has the inference engine and writes the reports."""
 
     def __init__(self, args: Namespace, ranks: Ranks, stop: StopRequest) -> None:
         self._args, self._ranks, self._stop = args, ranks, stop
@@ -51,7 +51,7 @@ class Run:
             shape, config, weights = pretrained.shape, pretrained.config, pretrained.weights
             if self._task.max_length > shape.max_length:
                 raise ValueError(
-                    f"{self._task.max_length} tokens of prompt and response, the model has {shape.max_length}"
+                    f"{self._task.max_length} tokens of prompt and response, but the model supports {shape.max_length}"
                 )
         self._trainer = Trainer(args, shape, ranks, weights)
         self._evaluation: Evaluation | None = None
@@ -71,7 +71,7 @@ class Run:
         self._phase_seconds: dict[str, float] = {}
         if self._is_main:
             args.output_dir.mkdir(parents=True, exist_ok=True)
-            # The sampler of the transformers engine shares this process's generator, which a checkpoint restores.
+            # The transformers engine samples from the generator of this process, which a checkpoint restores.
             self._engine = create_engine(
                 args.rollout_engine,
                 hf_config=config,
@@ -109,7 +109,7 @@ class Run:
         return self._ranks.rank == 0
 
     def _warm_up(self, display: ProgressDisplay) -> bool:
-        """Return whether the model is ready for the first rollout; a warm-up that was stopped leaves no checkpoint."""
+        """Return True if the model is ready for the first rollout. A stopped warm-up writes no checkpoint."""
         advance = display.start_phase("warm-up", total=self._args.warmup_steps)
         for _ in range(self._args.warmup_steps):
             if self._stop_agreed():
@@ -136,7 +136,7 @@ class Run:
                 self._save(next_step=step + 1)
 
     def _step(self, step: int) -> Row:
-        """Draw, grade and learn from one rollout."""
+        """Sample and grade one rollout, and train on it."""
         self._phase_seconds = {}
         evaluated = self._evaluate(step)
         problems = [self._task.sample(self._rng) for _ in range(self._args.rollout_batch_size)]
@@ -144,11 +144,11 @@ class Run:
             completions = self._ranks.broadcast(self._generate(problems))
         samples, rewards = grade_groups(problems, completions, num_samples=self._args.n_samples_per_prompt)
         data = self._own_share(samples)
-        # The trainer's weights are numbered by the rollouts that they have learned from.
+        # The version of the trainer's weights is the number of rollouts that it was trained on.
         data["train_weight_version"] = step
         batches = self._trainer.micro_batches(data)
         data["rollout_log_probs"] = self._trainer.own_tokens(data["engine_log_probs"], batches)
-        # A whole loss whose old policy is the engine's needs no scoring pass, and the hosts skip it then.
+        # A full policy loss with the engine's policy as old policy needs no scoring pass; slime and Miles skip it too.
         if not (self._args.loss_type == "custom_loss" and self._args.use_rollout_logprobs):
             with self._timed("score"):
                 data["log_probs"] = self._trainer.score(batches)
@@ -174,7 +174,7 @@ class Run:
         }
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Return the reward of the trainer's own policy before it learns from this step, now and then and at last."""
+        """Return the reward of the trainer's own policy before this step, at the evaluation interval and at the end."""
         is_last = step + 1 == self._args.num_rollout
         if self._evaluation is None or not (step % self._args.eval_interval == 0 or is_last):
             return {}
@@ -208,7 +208,7 @@ class Run:
             self._engine.update_weights(self._trainer.export_weights(), version=version)
 
     def _stop_agreed(self) -> bool:
-        """Tell whether any rank was asked to stop: all ranks get the same answer."""
+        """Return True if any rank was asked to stop; equal on all ranks."""
         requested = torch.tensor(self._stop.requested, dtype=torch.int)
         dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=self._ranks.control_group)
         return bool(requested)
@@ -226,7 +226,7 @@ class Run:
         console.print(summary_table(rows))
         console.print(f"metrics {self._metrics}\nplot    {self._figure}", highlight=False)
         if len(rows) < self._args.num_rollout and self._checkpoint.exists():
-            console.print(f"stopped after {len(rows)} of {self._args.num_rollout} steps: --resume goes on")
+            console.print(f"stopped after {len(rows)} of {self._args.num_rollout} steps: --resume continues")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run was made with, as a file beside its metrics."""
+"""Write the settings of a run to a file next to its metrics."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def write_settings(path: Path, args: Namespace, *, engine_settings: dict[str, Sc
 
     Args:
         path: The file; a resumed run replaces it.
-        args: All arguments, with those that the custom configuration set.
-        engine_settings: As the engine really uses them.
-        device: Of this rank.
+        args: All arguments, including those of the custom configuration.
+        engine_settings: Settings in use by the engine.
+        device: Device of this rank.
     """
     on_gpu = device.type == "cuda"
     settings = {
@@ -41,7 +41,7 @@ def write_settings(path: Path, args: Namespace, *, engine_settings: dict[str, Sc
 
 
 def package_version(package: str) -> str | None:
-    """Return None for what is not installed; a checkout on the path may be without its version."""
+    """Return None if not installed; a checkout on the path may have no version."""
     try:
         return version(package)
     except PackageNotFoundError:

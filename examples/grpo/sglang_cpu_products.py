@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with 8-bit weights on a CPU, for which SGLang has kernels only on a GPU, or on a CPU with AMX.
+"""Matmuls with 8-bit weights on a CPU. SGLang has kernels for them only on a GPU, or on a CPU with AMX.
 
-Both factors are rounded as on a GPU. The products of such numbers are exact in float32, and so is all but the order of
-their sum the same as there. SGLang itself is imported by functions only.
+Both factors are rounded as on a GPU. Products of 8-bit numbers are exact in float32, so only the order of summation
+differs from a GPU. Only functions import SGLang.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from .block_quantization import dequantize, round_inputs
 
 
 def use_float32_products() -> None:
-    """Let SGLang's linear layers in this process multiply here."""
+    """Make SGLang's linear layers in this process use these matmuls."""
     from sglang.srt.layers.quantization import blockwise_int8, fp8
 
     blockwise_int8.apply_w8a8_block_int8_linear = _product
     fp8.dispatch_w8a8_block_fp8_linear = lambda **_: _product
-    # Otherwise it asks for AMX, whose layout of the weights is another one.
+    # Otherwise it requires AMX, which has a different weight layout.
     fp8.Fp8LinearMethod.process_weights_after_loading_block_quant = lambda method, layer: None
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's scheduler process, as its ``run_scheduler_process`` does, with these products."""
+    """Run SGLang's scheduler process, like its ``run_scheduler_process``, with these matmuls."""
     from sglang.srt.managers import scheduler
 
     use_float32_products()

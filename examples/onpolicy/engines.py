@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inference engines of the demonstration: each holds its own copy of the policy and samples from it."""
+"""The inference engines of the demonstration. Each has its own copy of the policy and samples from it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .trainer import Trainer
 
 
 class Recorded(Protocol):
-    """What was recorded, here or in another process."""
+    """A recording, made here or in another process."""
 
     def recording(self) -> Recording:
-        """What was recorded, complete when recording is over."""
+        """The recording; complete at the end of the context."""
         ...
 
 
@@ -39,13 +39,13 @@ class Engine(Protocol):
     """The pieces that matter with this engine."""
 
     names: Mapping[str, str | Parts]
-    """From the trainer's module names to the engine's."""
+    """Map from the trainer's module names to the engine's."""
 
     unpaired: Sequence[str]
-    """Modules whose outputs have no counterpart, or not all of them."""
+    """Modules whose outputs have no equivalent, or only partly."""
 
     def update_weights(self, trainer: Trainer, *, version: int) -> None:
-        """Take over the trainer's weights."""
+        """Load the trainer's weights."""
         ...
 
     def generate(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[Completion]:
@@ -53,18 +53,18 @@ class Engine(Protocol):
         ...
 
     def record(self) -> AbstractContextManager[Recorded]:
-        """Record the modules that have a counterpart while the response to a single prompt, sequence 0, is sampled."""
+        """Record the modules with an equivalent while the response to one prompt, sequence 0, is sampled."""
         ...
 
     def close(self) -> None:
-        """Release what the engine holds."""
+        """Release all resources."""
         ...
 
 
 class ContinuousBatching:
-    """transformers: paged cache, chunked prefill, several requests in one batch, a thread of its own.
+    """transformers: paged cache, chunked prefill, several requests in one batch, its own thread.
 
-    It has no cache of 8 bits: with ``cache`` keys and values are rounded to them and back as they are written.
+    It has no 8-bit cache. With ``cache``, keys and values are rounded to 8 bits and back when written.
     """
 
     # Its activation rounds as the trainer's does.
@@ -134,7 +134,7 @@ class ContinuousBatching:
 
 @contextmanager
 def _rounded_cache(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, transformers' paged cache holds what one of that dtype would."""
+    """In this context, transformers' paged cache has the values of a cache of that dtype."""
     own = PagedAttentionCache.update
 
     def update(self: PagedAttentionCache, key_states: Any, value_states: Any, *layer: Any, **places: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts of transformers, computed as Megatron-Core does: what the two do in another order."""
+"""Make a transformers MoE layer compute like Megatron-Core, where the order of operations differs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MEGATRON_ORDER = "megatron_order"
 
 
 def align_routers(model: PreTrainedModel) -> None:
-    """Let each router choose by its float32 logits and weight by their softmax over the chosen.
+    """Make each router choose by its float32 logits, and weight by their softmax over the chosen experts.
 
-    Megatron-Core does so with ``moe_router_dtype="fp32"`` and a softmax after the choice; transformers' Qwen3-MoE
-    multiplies in the dtype of the model, and divides a softmax over all experts by the sum of the chosen.
+    Megatron-Core does so with ``moe_router_dtype="fp32"`` and a softmax after the choice. transformers' Qwen3-MoE
+    multiplies in the dtype of the model, and divides a softmax over all experts by the sum over the chosen ones.
     """
     for module in model.modules():
         if type(module).__name__.endswith("TopKRouter"):
@@ -26,10 +26,10 @@ def align_routers(model: PreTrainedModel) -> None:
 
 
 def align_experts(model: PreTrainedModel) -> None:
-    """Let experts weight a token before their second product, and add a token's experts by their numbers.
+    """Make experts weight a token before their second matmul, and add a token's experts in order of their numbers.
 
-    transformers weights after that product; ``eager`` rounds after each addition, the others add the largest weight
-    first.
+    transformers weights after that matmul. ``eager`` rounds after each addition; the other implementations add the
+    largest weight first.
     """
     model.set_experts_implementation(MEGATRON_ORDER)
 

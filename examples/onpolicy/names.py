@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module of the trainer is which of the engine."""
+"""Map modules of the trainer to modules of the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mis_ext.onpolicy.recording.compare import Parts
 
-# Core attention is no module in transformers, so a difference there is one of ``self_attention`` itself.
+# Core attention is not a module in transformers, so a difference in it is a difference of ``self_attention``.
 _TRAINER_MODULES = (
     "",
     "embedding.word_embeddings",
@@ -44,18 +44,18 @@ _TRANSFORMERS_MODULES = (
 
 
 def trainer_modules(shape: ModelShape) -> list[str]:
-    """What to record of Megatron-Core's model."""
+    """Modules of Megatron-Core's model to record."""
     heads = ("decoder.layers.*.self_attention.q_layernorm", "decoder.layers.*.self_attention.k_layernorm")
     return [name for name in _TRAINER_MODULES if shape.has_qk_norm or name not in heads]
 
 
 def transformers_modules(shape: ModelShape) -> list[str]:
-    """What to record of transformers' model."""
+    """Modules of transformers' model to record."""
     return [name for name in _TRANSFORMERS_MODULES if shape.has_qk_norm or name != "model.layers.*_norm"]
 
 
 def to_transformers(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Mapping[str, str | Parts]:
-    """From Megatron-Core's module names to transformers' on ``device``; fused projections are taken apart."""
+    """Map Megatron-Core's module names to transformers' on ``device``. Fused projections are split."""
     queries = shape.num_heads // shape.num_kv_heads
 
     def qkv(rows: Tensor) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ def to_transformers(shape: ModelShape, dtype: torch.dtype, device: torch.device)
         return {"model.layers.{layer}.mlp.gate_proj": gate, "model.layers.{layer}.mlp.up_proj": up}
 
     def rotary(rows: Tensor) -> dict[str, Tensor]:
-        # Angles; transformers has their cosines here, as its device rounds them.
+        # Angles; transformers has their cosines here, rounded by its device.
         return {"model.rotary_emb": rows.to(device).cos().to(dtype).cpu()}
 
     norms_of_heads = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be the same on both sides for the same bits to come out, piece by piece."""
+"""The pieces that must be equal on both sides for bitwise equality."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_forward, is_batch_invariant, rms_norm
 
 PAGED_ATTENTION = "fixed_block"
-# A name that gets a mask, in every version, and that nobody else uses here.
+# A name that gets a mask in every version, and that nothing else uses here.
 OWN_ATTENTION = "paged|eager"
 
 
 class Piece(str, Enum):
-    """One thing that both sides must do alike."""
+    """One operation that both sides must compute in the same way."""
 
     NORM = "norm rounding"
     TRAINER_ATTENTION = "trainer attention"
@@ -34,7 +34,7 @@ class Piece(str, Enum):
     ACTIVATION = "activation rounding"
     PRODUCTS = "fixed-tile products"
     FORMULA = "log-prob formula"
-    # Of an engine with a cache of 8 bits only: the trainer rounds keys and values as it does.
+    # Only for an engine with an 8-bit cache: the trainer rounds keys and values like the engine.
     CACHE = "cache rounding"
 
 
@@ -42,7 +42,7 @@ Pieces = frozenset[Piece]
 ALL: Pieces = frozenset(Piece)
 NONE: Pieces = frozenset()
 TRAINER_PIECES = (Piece.NORM, Piece.TRAINER_ATTENTION, Piece.PRODUCTS, Piece.FORMULA)
-"""What changes the trainer's own work."""
+"""The pieces that change the trainer's own computation."""
 
 
 def align_norms(model: nn.Module) -> None:
@@ -58,7 +58,7 @@ def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
 
 
 class FixedBlockAttention(MegatronModule):
-    """Core attention for Megatron-Core's layer spec: the one that the engine uses too."""
+    """Core attention for Megatron-Core's layer spec, which the engine also uses."""
 
     def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
         super().__init__(config=config)
@@ -73,13 +73,13 @@ class FixedBlockAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend causally within each sequence; the last query sees the last key.
+        """Attend causally within each sequence. The last query is aligned with the last key.
 
         Args:
             query: ``[S, B, heads, dim]``.
             key: The same with the number of key-value heads; longer when a cache comes before.
             value: As ``key``.
-            attention_mask: Not used: padding is on the right, where no query of a sequence sees it.
+            attention_mask: Not used: padding is on the right, where causal attention excludes it.
             attn_mask_type: Not used.
             attention_bias: Not used.
             packed_seq_params: Must be None: this example pads.
@@ -110,7 +110,7 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Attention of transformers' continuous batching: keys and values from its paged cache, in the trainer's blocks."""
     key, value = _cached(module, key, value, kwargs)
-    # Their older names before transformers 5.19.
+    # Their names before transformers 5.19.
     longest = "max_length" if "max_length_q" in kwargs else "max_seqlen"
     output = attention(
         *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
@@ -124,9 +124,9 @@ def paged_attention(
 
 
 def _cached(module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[1, heads, K, dim]``, those of earlier tokens included.
+    """Keys and values ``[1, heads, K, dim]``, including those of earlier tokens.
 
-    Before transformers 5.19 it is attention that writes to the paged cache and reads from it; then the model does.
+    Before transformers 5.19, attention writes to and reads from the paged cache; from then on, the model does.
     """
     if (cache := kwargs.pop("cache", None)) is None:
         return key, value
@@ -138,7 +138,7 @@ def _cached(module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any
 def own_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The engine's own attention, that of torch, even where the mode is on: in another thread, which has no mode."""
+    """The engine's own attention, that of torch, even if the mode is on: it runs in another thread without the mode."""
     states = query, *_cached(module, key, value, kwargs)
     if not is_batch_invariant():
         return sdpa_attention_forward(module, *states, attention_mask, **kwargs)
@@ -163,18 +163,18 @@ def engine_attention(pieces: Pieces) -> str:
 
 
 def cast_rotary_frequencies(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """What ``model.to(dtype)`` does to the buffer of inverse frequencies, which should stay in float32."""
+    """Emulate the cast of ``model.to(dtype)`` on the buffer of inverse frequencies, which should stay in float32."""
     rotary = model.model.rotary_emb
     rotary.inv_freq = rotary.inv_freq.to(dtype)
 
 
 def products(pieces: Pieces, model: nn.Module) -> AbstractContextManager[None]:
-    """Run a model's forwards batch-invariantly, if that piece is in."""
+    """Run a model's forwards in the batch-invariant mode, if that piece is aligned."""
     return batch_invariant_forward(model) if Piece.PRODUCTS in pieces else nullcontext()
 
 
 def sampled_log_probs(logits: Tensor, token_ids: Tensor, pieces: Pieces) -> Tensor:
-    """Log-probs of tokens ``[T]`` from logits ``[T, vocabulary]``, by the engine's formula or by the usual one.
+    """Log-probs of tokens ``[T]`` from logits ``[T, vocabulary]``, with the engine's formula or the usual one.
 
     transformers' continuous batching takes the logarithm of the sampled probability.
     """

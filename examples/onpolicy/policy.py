@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder that trainer and engines hold, each its own copy."""
+"""The decoder. Trainer and engines each have their own copy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers import PretrainedConfig
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Policy:
-    """What to build, and what to fill it with.
+    """The model to build, and its weights.
 
     Attributes:
-        shape: For Megatron-Core.
-        config: For engines; its ``eos_token_id``, if any, ends a response.
-        weights: By transformers name; None: random ones.
+        shape: Shape for Megatron-Core.
+        config: Configuration for engines. Its ``eos_token_id``, if any, ends a response.
+        weights: Weights by transformers name; None: random weights.
     """
 
     shape: ModelShape
@@ -29,19 +29,19 @@ class Policy:
 
     @classmethod
     def random(cls, shape: ModelShape) -> Policy:
-        """An untrained one, whose responses never end early."""
+        """An untrained model, whose responses never end early."""
         return cls(shape=shape, config=hf_config(shape))
 
     @classmethod
     def pretrained(cls, found: Pretrained, *, max_length: int) -> Policy:
-        """A checkpoint, for sequences of at most so many tokens: caches and tables are as long.
+        """A checkpoint, for sequences of at most ``max_length`` tokens; caches and tables have this length.
 
         Raises:
-            ValueError: The model takes less.
+            ValueError: If the model supports fewer.
         """
         longest = found.config.max_position_embeddings
         if max_length > longest:
-            raise ValueError(f"{max_length} tokens of prompt and response, the model takes {longest}")
+            raise ValueError(f"{max_length} tokens of prompt and response, but the model supports {longest}")
         config = deepcopy(found.config)
         config.max_position_embeddings = max_length
         return cls(shape=ModelShape.of(config), config=config, weights=found.weights)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demonstration leaves behind: one JSON line per result as it comes, tables, and a plot."""
+"""Output of the demonstration: one JSON line per result, tables, and a plot."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Row = dict[str, Any]
 
 NUMBERS = ("tokens", "nonzero", "mean", "max", "max ULP", "k3")
 EXACT_FLOOR = 1e-9
-"""Where an exact 0 is drawn on a logarithmic axis."""
+"""The position of an exact 0 on a logarithmic axis."""
 
 
 class ResultsFile:
-    """Rows as JSON lines, written at once, so that an interrupted run loses nothing."""
+    """Writes rows as JSON lines immediately, so that an interrupted run loses nothing."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ class ResultsFile:
 
 
 def print_tables(rows: list[Row], console: Console) -> None:
-    """Print steps, ablation and costs, each if it was measured."""
+    """Print steps, ablation and costs, if measured."""
     steps = [row for row in rows if row["kind"] == "step"]
     table = _table("Every sampled token, trainer against engine", "engine", "dtype", "aligned", "step")
     for name in NUMBERS:
@@ -51,7 +51,7 @@ def print_tables(rows: list[Row], console: Console) -> None:
 
     ablation = [row for row in rows if row["kind"] == "ablation"]
     if ablation:
-        table = _table("One piece left out", "engine", "dtype", "left out")
+        table = _table("One piece omitted", "engine", "dtype", "left out")
         for name in NUMBERS:
             table.add_column(name, justify="right")
         table.add_column("the recorder says")
@@ -79,7 +79,7 @@ def print_tables(rows: list[Row], console: Console) -> None:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw the mean difference of everything that was compared, on a logarithmic axis with a place for exactly 0."""
+    """Draw the mean difference of all comparisons, on a logarithmic axis with a position for exactly 0."""
     bars = [(_label(row), row["dtype"], row["mean"]) for row in rows if row["kind"] in ("step", "ablation", "stale")]
     labels = [*dict.fromkeys(label for label, _, _ in bars)]
     dtypes = [*dict.fromkeys(dtype for _, dtype, _ in bars)]
@@ -119,7 +119,7 @@ def _numbers(row: Row) -> list[str]:
 
 
 def _generation_seconds(steps: list[Row]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Medians by (engine, dtype) of off and on, where both were measured."""
+    """Medians by (engine, dtype) of off and on, if both were measured."""
     seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in steps:
         of_pair = seconds.setdefault((row["engine"], row["dtype"]), {})

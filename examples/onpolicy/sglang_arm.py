@@ -25,17 +25,17 @@ from .sglang_scheduler import run_scheduler
 from .trainer import Trainer
 
 MAX_GRAPHED_REQUESTS = 32
-"""As many as the largest workload of the demonstration has."""
+"""The number of requests in the largest workload of the demonstration."""
 
 
 class SGLang:
-    """``sglang.Engine`` in a process of its own, whose scheduler, in another one, runs an aligned model."""
+    """``sglang.Engine`` in its own process. Its scheduler, in another process, runs an aligned model."""
 
-    # On a CPU its rotary embedding and activation are those of transformers.
+    # On a CPU, its rotary embedding and activation equal those of transformers.
     pieces = frozenset(Piece) - (frozenset() if torch.cuda.is_available() else {Piece.ROPE, Piece.ACTIVATION})
     settings: Mapping[str, Scalar] = {}
-    # The trainer has angles, SGLang rotated queries and keys; SGLang normalises all heads of all tokens as one list of
-    # rows, and its other norms return the residual too.
+    # The trainer has angles, but SGLang has rotated queries and keys. SGLang normalizes all heads of all tokens as one
+    # list of rows, and its other norms also return the residual.
     unpaired = ("rotary_pos_emb", "*.q_layernorm", "*.k_layernorm", "model.layers.*_layernorm", "model.norm")
 
     def __init__(
@@ -52,14 +52,14 @@ class SGLang:
         on_gpu = torch.cuda.is_available()
         settings = {**self.settings, "kv_cache_dtype": cache if cache and on_gpu else "auto"}
         if pieces and on_gpu:
-            # Attention of a prefill needs lengths on the host. With overlap, a request that has ended is decoded once
-            # more, and recorded.
+            # Prefill attention needs lengths on the CPU. With overlap, an ended request is decoded and recorded once
+            # more.
             settings |= {"disable_prefill_cuda_graph": True, "disable_overlap_schedule": True}
         if on_gpu:
-            # Every alignment captures all graphs anew. Larger decodes would run without.
+            # Every alignment captures all graphs again. Larger decodes would run without graphs.
             settings |= {"cuda_graph_max_bs_decode": MAX_GRAPHED_REQUESTS}
         self._directory, self._engine = _engine_for(policy, dtype, seed, max_batch_tokens, settings)
-        # What the cache holds was computed otherwise.
+        # The cache was computed with another alignment.
         self._engine.flush_cache()
         self._engine.call_scheduler(
             "align",
@@ -90,7 +90,7 @@ class SGLang:
 
     def close(self) -> None:
         """See :class:`Engine`."""
-        # The next experiment takes the engine over.
+        # The next experiment reuses the engine.
 
 
 class DeterministicSGLang(SGLang):
@@ -110,7 +110,7 @@ _running: dict[Hashable, _Running] = {}
 def _engine_for(
     policy: Policy, dtype: torch.dtype, seed: int, max_batch_tokens: int, settings: dict[str, Scalar]
 ) -> _Running:
-    """The running engine, which the experiment before may have started: a start takes longer than an experiment."""
+    """The running engine, if possible from the previous experiment: a start takes longer than an experiment."""
     key = (policy.shape, policy.config.model_type, dtype, seed, max_batch_tokens, *settings.items())
     if key not in _running:
         stop_engine()
@@ -129,7 +129,7 @@ def _engine_for(
 
 
 def stop_engine() -> None:
-    """Stop the engine that the last experiment left, if any; the end of the interpreter does too."""
+    """Stop the engine of the last experiment, if any. The interpreter does this at exit too."""
     for directory, engine in _running.values():
         engine.close()
         directory.cleanup()
@@ -147,7 +147,7 @@ class SavedRecording(NamedTuple):
 
 
 def to_sglang(shape: ModelShape) -> Mapping[str, str | Parts]:
-    """From Megatron-Core's module names to SGLang's, which orders its fused projection by kind and not by head."""
+    """Map Megatron-Core's module names to SGLang's, whose fused projection is ordered by kind, not by head."""
     queries = shape.num_heads // shape.num_kv_heads
 
     def qkv(rows: Tensor) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ def to_sglang(shape: ModelShape) -> Mapping[str, str | Parts]:
         return {"model.layers.{layer}.self_attn.qkv_proj": torch.cat(parts, dim=1)}
 
     def logits(rows: Tensor) -> dict[str, Tensor]:
-        # SGLang's are in float32, whatever the dtype of the product.
+        # SGLang's logits are float32 for any dtype of the matmul.
         return {"logits_processor": rows.float()}
 
     return {

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside SGLang's scheduler process: its model aligned from outside, and the recorder.
+"""Code for SGLang's scheduler process: the alignment of its model, and the recorder.
 
-SGLang itself is imported by functions only: the trainer's process, which hands :func:`run_scheduler` over, has no use
-for it.
+Only functions import SGLang, because the trainer's process, which passes :func:`run_scheduler`, does not need it.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ MODULES = (
 
 
 GRAPH = "decode_cuda_graph_runner"
-"""Where SGLang's ``ModelRunner`` has its CUDA graphs of a decode, or None."""
+"""The attribute of SGLang's ``ModelRunner`` with the CUDA graphs for decode, or None."""
 
 
 class Alignment(NamedTuple):
-    """What is aligned inside of SGLang.
+    """The aligned pieces in SGLang.
 
     Attributes:
         norms: The rounding of RMSNorm and of the addition of the residual before it.
         attention: Attention in fixed blocks over the paged cache.
-        products: Projections and logits in fixed tiles.
+        products: Projections and logits with fixed tiles.
         rotary: Frequencies computed on the CPU, as transformers and Megatron-Core do; rotation by torch.
         activation: SwiGLU rounds after SiLU.
-        formula: Log-probs are logarithms of the probabilities also in SGLang's deterministic mode.
-        rounded_cache: ``fp8_e4m3`` or ``fp8_e5m2``: keys and values are rounded to it and back as they are written,
-            for a CPU, on which SGLang has no such cache, or one with scales.
+        formula: Log-probs are logarithms of the probabilities, also in SGLang's deterministic mode.
+        rounded_cache: ``fp8_e4m3`` or ``fp8_e5m2``: keys and values are rounded to it and back when written. For a CPU,
+            where SGLang has no such cache, or one with scales.
     """
 
     norms: bool = False
@@ -58,11 +57,11 @@ class Alignment(NamedTuple):
 
 
 EVERYTHING = Alignment(norms=True, attention=True, products=True, rotary=True, activation=True, formula=True)
-"""With a cache as it is."""
+"""Without a rounded cache."""
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's scheduler process, as its ``run_scheduler_process`` does, with more commands.
+    """Run SGLang's scheduler process, like its ``run_scheduler_process``, with more commands.
 
     Args:
         *args: Of SGLang.
@@ -71,7 +70,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import scheduler
 
     class AlignableScheduler(scheduler.Scheduler):
-        """Has the methods below for ``sglang.Engine.collective_rpc``."""
+        """Adds the methods below for ``sglang.Engine.collective_rpc``."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -80,22 +79,22 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
             self._alignment, self._recording = ExitStack(), ExitStack()
 
         def init_all_cuda_graphs(self) -> None:
-            """Leave those of a decode to :meth:`align`: in float32 SGLang's own model has none."""
+            """Leave decode graphs to :meth:`align`: in float32 SGLang's own model has none."""
             if torch.cuda.is_available():
                 self.tp_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
             else:
                 super().init_all_cuda_graphs()
 
         def align(self, **what: Any) -> None:
-            """Align what :class:`Alignment` names, and nothing else."""
+            """Align exactly the pieces of :class:`Alignment`."""
             self._alignment.close()
             align(self._runner, self._alignment, Alignment(**what))
             if torch.cuda.is_available():
-                # A graph repeats what it has captured.
+                # A graph replays the captured model, so capture again.
                 self._runner.init_decode_cuda_graph()
 
         def start_recording(self) -> None:
-            """Record every forward from now on; one request at a time."""
+            """Start to record every forward. Run one request at a time."""
             if torch.cuda.is_available():
                 # A graph calls no Python.
                 self._recording.callback(setattr, self._runner, GRAPH, getattr(self._runner, GRAPH))
@@ -104,7 +103,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
             self._recorder = self._recording.enter_context(record(self._model, modules=MODULES, rows_of=rows_of))
 
         def save_recording(self, *, path: str) -> None:
-            """Write what was recorded, and stop."""
+            """Write the recording, and stop."""
             self._recording.close()
             self._recorder.recording().save(path)
 
@@ -117,7 +116,7 @@ def align(runner: Any, stack: ExitStack, what: Alignment) -> None:
 
     Args:
         runner: SGLang's ``ModelRunner``.
-        stack: Undoes it.
+        stack: Stack that reverts the alignment.
         what: Pieces.
     """
     from sglang.srt.layers.activation import SiluAndMul
@@ -140,14 +139,14 @@ def align(runner: Any, stack: ExitStack, what: Alignment) -> None:
         setattr(owner, name, value)
 
     if what.products:
-        # The logits are a product inside of LogitsProcessor.
+        # LogitsProcessor computes the logits with a matmul.
         stack.enter_context(batch_invariant_forward(*modules_of(LinearBase, LogitsProcessor)))
     for place, layer in enumerate(modules_of(RadixAttention) if what.attention else ()):
         set_forward(layer, partial(_attention_forward, layer, place == 0))
     for norm in modules_of(RMSNorm) if what.norms else ():
         set_forward(norm, partial(_norm_forward, norm))
     if what.norms and torch.cuda.is_available():
-        # A kernel of its own normalises queries and keys, and calls no module.
+        # A separate kernel normalizes queries and keys, without a module call.
         replace(utils, "can_use_fused_inplace_qknorm", lambda *_: False)
     for rotary in modules_of(RotaryEmbedding) if what.rotary else ():
         set_forward(rotary, rotary.forward_native)
@@ -162,7 +161,7 @@ def align(runner: Any, stack: ExitStack, what: Alignment) -> None:
 
 
 class _Keys(NamedTuple):
-    """Where the keys of a batch lie in the paged cache, and whose they are; the same for all layers."""
+    """Locations of a batch's keys in the paged cache, and their sequences; equal for all layers."""
 
     slots: Tensor
     cu_seqlens_q: Tensor
@@ -173,7 +172,7 @@ class _Keys(NamedTuple):
 def _keys_of(batch: Any) -> _Keys:
     from sglang.srt.model_executor.forward_context import get_req_to_token_pool
 
-    # All columns: a graph, which reads these tensors again at every step, has one shape.
+    # Use all columns: a graph reads these tensors at every step, and has one shape.
     slots = get_req_to_token_pool().req_to_token[batch.req_pool_indices]
     if batch.forward_mode.is_decode():
         lengths_q, longest_q = torch.ones_like(batch.seq_lens), 1
@@ -189,7 +188,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 def _attention_forward(
     layer: Any, is_first: bool, query: Tensor, key: Tensor, value: Tensor, batch: Any, save_kv_cache: bool = True
 ) -> Tensor:
-    """Attend to the paged cache in the trainer's blocks, whatever attention backend the engine has."""
+    """Attend to the paged cache in the trainer's blocks, with any attention backend of the engine."""
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
     assert save_kv_cache
@@ -197,12 +196,12 @@ def _attention_forward(
     pool = get_token_to_kv_pool()
     pool.set_kv_buffer(layer, batch.out_cache_loc, key.view(-1, kv_heads, dim), value.view(-1, kv_heads, dim))
     if is_first:
-        # Once per forward, also in those that a graph captures: they share a batch with the forwards before.
+        # Once per forward, also during graph capture, where forwards share a batch with earlier ones.
         batch.keys_in_cache = _keys_of(batch)
     keys = batch.keys_in_cache
     held, slots = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)), keys.slots
     if held[0].dtype != query.dtype:
-        # A cache of 8 bits: the kernel takes one dtype, and what the batch reads is as wide as the model.
+        # 8-bit cache: the kernel needs one dtype, so convert the rows of the batch to the dtype of the model.
         held = tuple(_read(rows, slots).to(query.dtype) for rows in held)
         slots = torch.arange(slots.numel(), device=slots.device).view_as(slots)
     return attention(
@@ -220,17 +219,17 @@ def _attention_forward(
 def _set_rounded(
     set_kv_buffer: Any, dtype: torch.dtype, layer: Any, slots: Tensor, key: Tensor, value: Tensor, *scales: Any
 ) -> None:
-    """Write what a cache of that dtype would hold."""
+    """Write the values of a cache of that dtype."""
     set_kv_buffer(layer, slots, *(states.to(dtype).to(states.dtype) for states in (key, value)), *scales)
 
 
 def _read(rows: Tensor, slots: Tensor) -> Tensor:
-    """Rows of a cache of 8 bits, whose dtype has no indexing."""
+    """Rows of an 8-bit cache, whose dtype does not support indexing."""
     return rows.view(torch.uint8)[slots.flatten()].view(rows.dtype)
 
 
 def _cos_sin(rotary: Any) -> Tensor:
-    """SGLang's table ``[positions, dim]``, cosines before sines, of frequencies that the CPU computed."""
+    """SGLang's table ``[positions, dim]``, cosines before sines, from frequencies computed on the CPU."""
     exponents = torch.arange(0, rotary.rotary_dim, 2, dtype=torch.float, device="cpu") / rotary.rotary_dim
     table = rotary.cos_sin_cache
     frequencies = (1.0 / rotary.base**exponents).to(table.device)
@@ -249,11 +248,11 @@ def _norm_forward(
 
 
 def call_with_hooks(model: nn.Module, stack: ExitStack) -> None:
-    """Let hooks see the calls of the model until the stack closes: SGLang calls ``model.forward``, which runs none."""
+    """Run hooks of the model until the stack closes. SGLang calls ``model.forward``, which runs no hooks."""
     own_forward = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # Calling the model runs its forward, which must be the own one then.
+        # Calling the model runs its forward, which must be the original one then.
         model.forward = own_forward
         try:
             return model(*args, **kwargs)
@@ -265,6 +264,6 @@ def call_with_hooks(model: nn.Module, stack: ExitStack) -> None:
 
 
 def rows_of(_: nn.Module, args: tuple[Any, ...], __: dict[str, Any]) -> Rows:
-    """Tokens of a forward of SGLang's model with a single request, sequence 0; it has the logits of the last."""
+    """Tokens of a forward of SGLang's model with one request, sequence 0. It has only the logits of the last token."""
     position = args[1]
     return Rows(sequence=torch.zeros_like(position), position=position, kept=torch.tensor([position.numel() - 1]))

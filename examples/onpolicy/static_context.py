@@ -28,11 +28,11 @@ from .trainer import Trainer
 
 
 class StaticContext:
-    """Megatron-Core's own inference: the trainer's model class with a static cache, prompts of one length together.
+    """Megatron-Core's own inference: the trainer's model class with a static cache; equally long prompts run together.
 
     Attributes:
-        cuda_graphs: Whether to replay decodes as CUDA graphs, which call no hooks of modules. At first: on a GPU, with
-            attention in fixed blocks.
+        cuda_graphs: Whether to replay decodes as CUDA graphs, which do not call hooks of modules. Default: on a GPU,
+            with attention in fixed blocks.
     """
 
     pieces = frozenset({Piece.TRAINER_ATTENTION, Piece.ENGINE_ATTENTION, Piece.PRODUCTS})
@@ -52,9 +52,9 @@ class StaticContext:
         self.model.to(device=device, dtype=dtype).eval()
         if Piece.NORM in pieces:
             align_norms(self.model)
-        # Megatron-Core drops a table of positions after 32 others; graphs would still read it.
+        # Megatron-Core drops a position table after 32 other tables, but graphs would still read it.
         self.model.rotary_pos_emb.forward = lru_cache(maxsize=None)(self.model.rotary_pos_emb.forward)
-        # Megatron-Core's own attention works in a buffer that any larger call replaces, and asks for random states.
+        # Megatron-Core's own attention uses a buffer that any larger call replaces, and needs random states.
         self.cuda_graphs = device.type == "cuda" and core_attention is not None
         self._decoders: dict[int, _Decoder] = {}
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -113,23 +113,23 @@ class StaticContext:
 
 
 class _Decoder:
-    """Forwards of so many sequences in one static cache.
+    """Forwards of a fixed number of sequences in one static cache.
 
-    Megatron-Core keeps the place in the cache as a Python number, so every position has a CUDA graph of its own.
+    Megatron-Core keeps the cache position as a Python number, so every position has its own CUDA graph.
     """
 
     def __init__(self, model: GPTModel, tokens: Tensor, max_length: int) -> None:
-        """Take a tensor ``[B, 1]`` for the tokens that graphs read."""
+        """Allocate a tensor ``[B, 1]`` for the tokens that graphs read."""
         self._model, self._tokens = model, tokens
         self._context = StaticInferenceContext(tokens.shape[0], max_length)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def reset(self) -> None:
-        """Begin with other sequences."""
+        """Start with new sequences."""
         self._context.reset()
 
     def advance(self, tokens: Tensor, *, cuda_graphs: bool) -> Tensor:
-        """Logits ``[B, vocabulary]`` after the next tokens ``[B, T]``, to be read before the next call."""
+        """Logits ``[B, vocabulary]`` after the next tokens ``[B, T]``. Read them before the next call."""
         position = self._context.sequence_len_offset
         if cuda_graphs and position in self._graphs:
             self._tokens.copy_(tokens)
@@ -149,7 +149,7 @@ class _Decoder:
         return self._model(tokens, position, None, inference_context=self._context, runtime_gather_output=True)[:, -1]
 
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture a position after its first forward, which compiles."""
+        """Capture a position after its first forward, because the first forward compiles."""
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):

@@ -21,14 +21,15 @@ from .names import trainer_modules
 from .pieces import FixedBlockAttention, Piece, Pieces, align_norms, products, sampled_log_probs
 from .policy import Policy
 
-# A random model's logits are all alike: with these its distribution has peaks, and norms a weight that matters.
+# A random model's logits are nearly equal. With these values its distribution has peaks, and norm weights have an
+# effect.
 LOGIT_SCALE = 8.0
 NORM_SPREAD = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A prompt and the response to it, as token ids."""
+    """A prompt and its response, as token ids."""
 
     prompt: list[int]
     response: list[int]
@@ -42,7 +43,7 @@ class Sample:
 class Trainer:
     """Scores and trains on padded batches of samples; AdamW on float32 copies of the weights.
 
-    ``cache``: the 8 bits of the engine's cache, ``fp8_e4m3`` or ``fp8_e5m2``; None: that is as wide as the model.
+    ``cache``: the engine's 8-bit cache format, ``fp8_e4m3`` or ``fp8_e5m2``; None: the dtype of the model.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Trainer:
         self.model.output_layer.weight.mul_(LOGIT_SCALE)
 
     def log_probs(self, samples: list[Sample]) -> list[Tensor]:
-        """Log-probs of each response's tokens, float32, with gradient where that is enabled."""
+        """Log-probs of each response's tokens, float32, with gradient if enabled."""
         longest = max(len(sample.token_ids) for sample in samples)
         tokens = torch.zeros(len(samples), longest, dtype=torch.long)
         for row, sample in zip(tokens, samples, strict=True):
@@ -104,7 +105,7 @@ class Trainer:
         return scored
 
     def backward(self, samples: list[Sample], rewards: list[float]) -> None:
-        """Forward and backward of the policy gradient of the centred rewards."""
+        """Forward and backward of the policy gradient with centered rewards."""
         advantages = torch.tensor(rewards) - sum(rewards) / len(rewards)
         pairs = zip(self.log_probs(samples), advantages.tolist(), strict=True)
         loss = -torch.stack([advantage * scored.mean() for scored, advantage in pairs]).mean()
@@ -123,9 +124,9 @@ class Trainer:
                 parameters[name].copy_(master)
 
     def record(self, sample: Sample) -> Recording:
-        """Record the modules that have a counterpart while one sample, as sequence 0, is scored.
+        """Record the modules with an equivalent while one sample is scored as sequence 0.
 
-        Its last token is left out: no engine computes what would come after it.
+        Its last token is omitted, because no engine computes the logits after it.
         """
         position = torch.arange(len(sample.token_ids))
         position[-1] = -1
@@ -136,5 +137,5 @@ class Trainer:
             return recorder.recording()
 
     def export_weights(self) -> dict[str, Tensor]:
-        """The weights under their transformers names."""
+        """The weights by transformers name."""
         return export_weights(self.model, self._shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three easy tasks, what an answer to them is worth, and an environment that gives a wrong answer a second try.
+"""Three easy tasks, their reward, and an environment that gives a second try after a wrong response.
 
     python -m arithmetic PROMPTS.jsonl [NUMBER]
 
@@ -52,7 +52,7 @@ async def reward(args: Any, sample: Any, **_: Any) -> float:
 
 
 async def second_try(sample: Any, text: str) -> str | None:
-    """Ask again after a wrong answer; end the conversation after a right one."""
+    """Ask again after a wrong response; end the conversation after a correct one."""
     if is_right(text, sample.label):
         return None
     return "\n<|im_start|>user\nThat is wrong. Try again.<|im_end|>\n<|im_start|>assistant\n"

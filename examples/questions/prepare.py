@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions of the package reasoning-gym (Apache-2.0) as a file, for machines that have neither it nor a network.
+"""Write questions of the package reasoning-gym (Apache-2.0) to a file, for machines without it and without a network.
 
     pip install reasoning-gym==0.1.25
     python examples/questions/prepare.py gsm_symbolic 4096 QUESTIONS.json
 
-``--task prepared:QUESTIONS.json`` asks them. Only questions with a number for an answer are taken, each once.
+Use them with ``--task prepared:QUESTIONS.json``. It takes only questions with a numeric result, each once.
 """
 
 import argparse
@@ -18,10 +18,10 @@ SEED = 1
 
 
 def prepare(task: str, number: int) -> dict[str, object]:
-    """Draw questions and their answers, with where they come from.
+    """Draw questions and their results, with their source.
 
     Raises:
-        ValueError: So many draws as wanted questions, ten times over, have fewer different ones.
+        ValueError: If ten times as many draws as wanted questions have too few different questions.
     """
     import reasoning_gym
 

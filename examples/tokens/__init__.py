@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demonstration of on-policy tokens consists of."""
+"""Modules of the demonstration of on-policy tokens."""

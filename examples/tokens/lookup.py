@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment: a tool that answers every turn of the model, until the conversation is long enough."""
+"""The environment: a tool that responds to every turn of the model until the conversation is long enough."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .sample import Sample
 
 
 async def step(sample: Sample, text: str) -> list[dict[str, Any]] | None:
-    """What the tool found for a turn of the model; None once it has answered as often as the sample says."""
+    """Return the tool output for a turn of the model; None after as many outputs as the sample requires."""
     turns = sample.metadata.setdefault("turns", [])
     turns.append(text)
     if len(turns) > sample.metadata["num_lookups"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat model small enough for a CPU: one policy, as a trainer's ``GPTModel`` and as a checkpoint for SGLang."""
+"""A chat model small enough for a CPU: one policy as a trainer's ``GPTModel`` and as a checkpoint for SGLang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 TRAINING_TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 
 SEED = 5
-# A random model almost never says that its turn is over: this makes it say so where it leans to it.
+# A random model almost never ends its turn. This raises the probability of the end token.
 END_SCALE = 3.0
 
 
@@ -48,19 +48,19 @@ class Policy:
             self._trainer.model.output_layer.weight[self.end_id] *= END_SCALE
 
     def save(self, directory: Path) -> None:
-        """Write configuration, weights and tokenizer, as SGLang reads them."""
+        """Write configuration, weights and tokenizer for SGLang."""
         config = hf_config(self._shape)
         config.eos_token_id = self.end_id
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.load_state_dict(self._trainer.export_weights())
         model.save_pretrained(directory)
-        # Its sampling defaults are for users who set none.
+        # Its sampling defaults apply if a user sets none.
         (directory / "generation_config.json").unlink(missing_ok=True)
         self.tokenizer.save_pretrained(directory)
 
     @torch.no_grad()
     def logits(self, token_ids: list[int]) -> Tensor:
-        """What Megatron-Core computes at each of ``T`` tokens, ``[T, vocabulary]``."""
+        """The logits of Megatron-Core at each of ``T`` tokens, ``[T, vocabulary]``."""
         tokens = torch.tensor([token_ids])
         with megatron_device(tokens.device):
             logits: Tensor = self._trainer.model(tokens, torch.arange(len(token_ids))[None], None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host passes to ``mis_ext.rollout.generate``: a sample with slime's and Miles' fields, and their arguments."""
+"""Input of ``mis_ext.rollout.generate``: a sample with the fields of slime and Miles, and their arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Status(Enum):
-    """How far a sample is."""
+    """Status of a sample."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -24,7 +24,7 @@ _STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Sta
 
 @dataclass(kw_only=True)
 class Sample:
-    """The fields that ``generate`` reads and writes; the hosts' class has more."""
+    """The fields that ``generate`` reads and writes. The class of slime and Miles has more."""
 
     Status = Status
 
@@ -44,7 +44,7 @@ class Sample:
     non_generation_time: float = 0.0
 
     def update_from_meta_info(self, args: Namespace, meta_info: dict[str, Any]) -> None:
-        """Take weight version and status from a response, as both hosts do."""
+        """Take weight version and status from a response, as slime and Miles do."""
         if "weight_version" in meta_info:
             self.weight_versions.append(meta_info["weight_version"])
         self.status = _STATUS_OF[meta_info["finish_reason"]["type"]]

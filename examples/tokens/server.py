@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's HTTP server as a process of its own, on a CPU without its compiled kernels."""
+"""SGLang's HTTP server in its own process, on a CPU without its compiled kernels."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from typing import Any
 
 from grpo.sglang_engine import CPU_SETTINGS, HIDDEN_FROM_ENGINE, INSTALL_HINT
 
-# Imports of torch and SGLang, then again in one process for the scheduler and one for the detokenizer: 35 s alone, more
-# than five minutes beside other tests on two cores. One that ends is noticed at once.
+# The server, scheduler and detokenizer processes each import torch and SGLang: 35 s alone, more than five minutes
+# together with other tests on two cores. A server that ends is noticed immediately.
 START_TIMEOUT_SECONDS = 900.0
 
 
@@ -35,18 +35,18 @@ def sglang_server(
     dtype: str = "float32",
     returns_experts: bool = False,
 ) -> Iterator[int]:
-    """Run ``sglang.launch_server`` with a model of a directory; the port it listens on.
+    """Run ``sglang.launch_server`` with a model directory, and return its port.
 
     Args:
         model: Directory with configuration, weights and tokenizer.
-        weight_version: What the server says its weights are.
-        seed: Of its sampler.
-        dtype: Of weights and activations.
-        returns_experts: Whether it says which experts its tokens were routed to, when asked.
+        weight_version: Weight version that the server reports.
+        seed: Seed of its sampler.
+        dtype: Dtype of weights and activations.
+        returns_experts: Whether it can return the experts of its tokens.
 
     Raises:
-        ModuleNotFoundError: sglang is not installed.
-        RuntimeError: The server did not start; the message ends with its log.
+        ModuleNotFoundError: If sglang is not installed.
+        RuntimeError: If the server did not start. The message ends with its log.
     """
     if importlib.util.find_spec("sglang") is None:
         raise ModuleNotFoundError(INSTALL_HINT)
@@ -62,7 +62,7 @@ def sglang_server(
         "log_level": "warning",
         **({"enable_return_routed_experts": True} if returns_experts else {}),
     }
-    # SGLang leaves its sockets where temporary files go; their paths must be short.
+    # SGLang creates its sockets in the folder for temporary files, and their paths must be short.
     with tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True) as scratch:
         log = Path(scratch) / "sglang.log"
         with log.open("wb") as output:
@@ -78,13 +78,13 @@ def sglang_server(
             _wait_until_healthy(process, settings["port"], log)
             yield settings["port"]
         finally:
-            # Everything in its session: the scheduler and the detokenizer outlive a killed server.
+            # End its whole session, because scheduler and detokenizer survive a killed server.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def call_server(port: int, path: str, body: dict[str, Any] | None = None) -> bytes:
-    """The body of the server's answer to a GET, or to a POST where there is a body to send."""
+    """Return the body of the server's response to a GET, or to a POST if there is a body to send."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}", data=data, headers={"Content-Type": "application/json"}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few steps of TRL's ``GRPOTrainer`` with mis_ext on a CPU: a tiny random model, an engine in bfloat16.
+"""A few steps of TRL's ``GRPOTrainer`` with mis_ext on a CPU, with a tiny random model and a bfloat16 engine.
 
     bash examples/trl/run.sh [yaml/mis.yaml]
 
-``Engine`` stands for vLLM, and needs no GPU. With the real one write ``use_vllm=True``, and leave ``Engine``,
-``rollout`` and the last line of ``build`` away.
+``Engine`` replaces vLLM, and needs no GPU. With vLLM, set ``use_vllm=True`` and remove ``Engine``, ``rollout`` and the
+last line of ``build``.
 """
 
 import argparse
@@ -28,19 +28,19 @@ class Trainer(MisTrainer, GRPOTrainer):
 
 
 class Engine:
-    """A copy of the model in bfloat16, with its weights of the last :meth:`sync_weights`."""
+    """A bfloat16 copy of the model, with the weights of the last :meth:`sync_weights`."""
 
     def __init__(self, model: Any) -> None:
         self.trained, self.model = model, Qwen3ForCausalLM(model.config).to(torch.bfloat16).eval()
 
     def sync_weights(self) -> None:
-        """TRL asks its vLLM for this before a rollout."""
+        """TRL calls this on its vLLM client before a rollout."""
         self.model.load_state_dict(self.trained.state_dict())
 
 
 @torch.no_grad()
 def rollout(prompts: list[str], trainer: Any) -> dict[str, list]:
-    """A ``rollout_func`` of TRL's: what the engine samples, with its log-probs."""
+    """A ``rollout_func`` for TRL: samples of the engine, with its log-probs."""
     found: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
     choice = {"do_sample": True, "max_new_tokens": trainer.args.max_completion_length}
     for ids in trainer.processing_class(prompts)["input_ids"]:
@@ -56,7 +56,7 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, list]:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word."""
+    """A tokenizer with one token per word."""
     plain = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<end>", padding_side="left")
@@ -77,7 +77,7 @@ def counts_sevens(completions: list[str], **_: Any) -> list[float]:
 
 
 def build(keys: Any, folder: str, *, cls: type = Trainer, model: Any = None, **options: Any) -> Any:
-    """The trainer, with the engine in the place of vLLM; without keys ``cls`` is one of TRL's."""
+    """Build the trainer, with the engine instead of vLLM. Without keys, ``cls`` is a class of TRL."""
     prompts = [{"prompt": f"{first} {second}"} for first in range(8) for second in range(8)]
     sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "max_steps": 4}
     local = {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no"}

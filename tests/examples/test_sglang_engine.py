@@ -149,7 +149,7 @@ def test_log_probs_are_of_the_sampling_distribution_and_differ_by_bf16_rounding(
 @torch.no_grad()
 def test_top_p_samples_from_the_nucleus_and_warns_that_the_log_probs_are_of_the_whole_distribution(engine, policy):
     prompt, top_p = PROMPTS[0], 0.5
-    with pytest.warns(UserWarning, match="not renormalised"):
+    with pytest.warns(UserWarning, match="not renormalized"):
         completions = engine.generate([prompt] * 256, max_new_tokens=1, temperature=1.0, top_p=top_p)
     probabilities, ids = policy(torch.tensor([prompt])).logits[0, -1].softmax(-1).sort(descending=True)
     # The nucleus ends with the token that reaches top_p; bf16 may move that border a little.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for SGLang's CUDA kernel package on a machine without a GPU.
+"""Replaces SGLang's CUDA kernel package on a machine without a GPU.
 
-SGLang imports names from it at start-up but, with the settings of ``sglang_engine.py``, calls none of them. One that is
-called after all raises an error with its name.
+SGLang imports names from it at startup, but with the settings of ``sglang_engine.py`` it calls none of them. A call
+raises an error with the name.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 
-# SGLang tells CUDA of the memory in which it keeps the experts, so that copies are faster: here nobody is to be told.
+# SGLang registers the memory of the experts with CUDA for faster copies. This is not needed here.
 torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
 
-# SGLang 0.5.17 asks for pinned memory in its place, which torch has for GPUs alone.
+# SGLang 0.5.17 uses pinned memory instead, which torch has only for GPUs.
 _zeros = torch.zeros
 torch.zeros = lambda *sizes, pin_memory=False, **given: _zeros(*sizes, **given)
 

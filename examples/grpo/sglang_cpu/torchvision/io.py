@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 
 class ImageReadMode:
-    """Never looked into."""
+    """Never used."""
 
 
 def decode_image(*args: Any, **kwargs: Any) -> NoReturn:
