@@ -145,12 +145,12 @@ def test_each_of_two_causes_has_its_share_within_a_factor_of_2(first, second, ca
 def test_what_a_line_or_a_place_may_be_stands_among_the_alternatives() -> None:
     """Where something else differs too much to name them."""
     of_line = planted(0, [plants.warmer, plants.older], count=112)
-    assert any("a temperature above 1 beside it" in words for words in alternatives(of_line))
+    assert any("a temperature above 1 together with it" in words for words in alternatives(of_line))
     ends = (1.0 - 0.7 * (torch.arange(LENGTH) >= 76))[None, :, None]
     of_place = planted(0, [lambda made: made._replace(behavior=made.behavior + made.noise(0.2) * ends)], count=112)
     assert any("begins at a position" in words for words in alternatives(of_place))
     assert not any(
-        "beside it" in words or "position" in words for words in alternatives(planted(0, [plants.quantised]))
+        "together with it" in words or "position" in words for words in alternatives(planted(0, [plants.quantised]))
     )
 
 
@@ -158,8 +158,8 @@ def test_a_cut_beside_a_temperature_below_1_has_up_to_its_share() -> None:
     """Both move the same tokens, so that its share is the most that it may have."""
     (alone,), (cut, _) = by_report(planted(0, [plants.nucleus])), by_report(planted(0, [plants.colder, plants.nucleus]))
     assert (alone.cause, alone.is_up_to) == (cut.cause, not cut.is_up_to) == ("top_p_or_top_k", False)
-    assert "a temperature below 1 beside it, which moves the same tokens" in cut.alternatives
-    assert "a temperature above 1 beside it" in alone.alternatives
+    assert "a temperature below 1 together with it, which moves the same tokens" in cut.alternatives
+    assert "a temperature above 1 together with it" in alone.alternatives
 
 
 def test_a_cut_of_much_is_no_temperature_beside_one() -> None:

@@ -292,7 +292,7 @@ def _of_another_base(left: Left) -> Found | None:
         f"{apart[side, base] / len(tokens):.3g} nats on average, and not by {float(tokens.d_T.abs().mean()):.3g}"
         + (", and the mean ratio is 1 then" if has_sampled else ""),
         k3_share=1.0,
-        alternatives=() if is_sure else ("a temperature beside another cause, such as top-p",),
+        alternatives=() if is_sure else ("a temperature together with another cause, such as top-p",),
     )
 
 

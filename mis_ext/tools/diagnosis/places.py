@@ -228,7 +228,7 @@ def place_words(left: Left) -> tuple[str, ...]:
     return ("what begins at a position, or ends there",) if most.stands_out_of(least) else ()
 
 
-MORE = "more of what is named besides: its share is an estimate"
+MORE = "more of the causes already named: their share is an estimate"
 
 
 def more_words(left: Left) -> tuple[str, ...]:

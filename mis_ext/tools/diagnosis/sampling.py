@@ -14,10 +14,10 @@ from mis_ext.tools.diagnosis.evidence import Evidence, mean_and_error
 
 OLD_WEIGHTS = "stale weights, or an adapter that one side lacks"
 PENALTIES = "penalties or a logits processor of the engine"
-CUTS = "top-p, top-k or min-p, or padding of the trainer's vocabulary, alone or beside it"
+CUTS = "top-p, top-k or min-p, or padding of the trainer's vocabulary, alone or together with it"
 NOISE = (
-    f"a smaller one, beside {OLD_WEIGHTS}, {PENALTIES}, another prompt, chat template or context, low precision, a "
-    "mixture of experts, or what begins at a position"
+    f"a smaller one, together with {OLD_WEIGHTS}, {PENALTIES}, another prompt, chat template or context, low "
+    "precision, a mixture of experts, or what begins at a position"
 )
 
 
@@ -92,7 +92,7 @@ def temperature(left: Left) -> Found | None:
         alternatives=(
             *([] if is_alone else [PENALTIES]),
             *([] if is_fit or is_cut else ["another change of the logits, such as a soft cap"]),
-            *([] if is_fit else ["logarithms to another base beside another cause"]),
+            *([] if is_fit else ["logarithms to another base together with another cause"]),
             *([CUTS] if is_cut and slope > 0.0 else []),
             *([NOISE] if may_have_more else []),
         ),
@@ -129,7 +129,7 @@ def line_words(left: Left) -> tuple[str, ...]:
     # Truncated sampling gives a rising line.
     if explained <= least or (slope > 0.0 and left.powers[0].loses_mass):
         return ()
-    return (f"a temperature {'above' if slope > 0.0 else 'below'} 1 beside it: a line explains {explained:.0%}",)
+    return (f"a temperature {'above' if slope > 0.0 else 'below'} 1 together with it: a line explains {explained:.0%}",)
 
 
 @cause(
@@ -163,7 +163,7 @@ def truncation(left: Left) -> Found | None:
     slope, explained = line_of(tokens.uncertain.engine_T, tokens.uncertain.d_T)
     is_colder = not is_padding and slope < 0.0 and explained > limit.MIN_EXPLAINED
     others = ("top-p, top-k or min-p",) if is_padding else ("padding of the trainer's vocabulary",)
-    colder = ("a temperature below 1 beside it, which moves the same tokens",)
+    colder = ("a temperature below 1 together with it, which moves the same tokens",)
     return truncation.found(
         title="padding of the trainer's vocabulary, which takes a part of the probability"
         if is_padding
@@ -176,7 +176,10 @@ def truncation(left: Left) -> Found | None:
         + ("" if is_padding else f"; on average it keeps a mass of {1.0 + excess:.3g}"),
         k3_share=_share_of_cut(tokens, excess),
         is_up_to=is_colder,
-        alternatives=(*others, *(colder if is_colder else () if is_padding else ("a temperature above 1 beside it",))),
+        alternatives=(
+            *others,
+            *(colder if is_colder else () if is_padding else ("a temperature above 1 together with it",)),
+        ),
     )
 
 

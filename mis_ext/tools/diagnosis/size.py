@@ -157,7 +157,7 @@ def _others(left: Left, row: Size, *, is_quiet: bool) -> tuple[str, ...]:
         return (*old, mixture, *possible, PENALTIES, *more)
     if row is SIZES[2]:
         return (*old, mixture, *possible, PENALTIES, OTHER_CONTEXT, PACKED, *more, OTHER_KERNELS)
-    beside = (f"{mixture} in low precision", "low precision beside one of these")
+    beside = (f"{mixture} in low precision", "low precision together with one of these")
     return (OLD_WEIGHTS, OTHER_PRECISION, OTHER_CONTEXT, PACKED, PENALTIES, *beside, *more)
 
 
