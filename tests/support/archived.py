@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def unpacked(archive: Path, folder: Path) -> Path:
-    """The folder, with what the archive holds. The filter, which Python 3.14 has by itself, came with 3.11.4."""
+    """The folder with the content of the archive. The filter is the default in Python 3.14, and exists since 3.11.4."""
     with tarfile.open(archive) as opened:
         opened.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return folder

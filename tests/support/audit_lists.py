@@ -18,7 +18,7 @@ INTEGER = {
 
 
 def audit_logprobs(train: object, rollout: object, **keywords: object) -> AuditReport:
-    """With the rollout as the engine's record, unless a test says otherwise."""
+    """By default, the rollout is the engine's record."""
     return module.audit_logprobs(train, rollout, **{"engine_records": rollout} | keywords)
 
 
@@ -32,7 +32,7 @@ def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def next_number(x: torch.Tensor) -> torch.Tensor:
-    """One away from zero."""
+    """One ULP away from zero."""
     return (x.view(INTEGER[x.dtype]) + 1).view(x.dtype)
 
 

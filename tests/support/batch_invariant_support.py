@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of the tests of the batch-invariant mode, and what they are compared with."""
+"""Inputs of the tests of the batch-invariant mode, and their references."""
 
 import math
 
@@ -27,7 +27,7 @@ def randn(*shape, dtype=torch.float32, seed=0, device="cpu"):
 
 
 def tolerance(dtype, terms):
-    """Of numbers relative to the largest: 16-bit ones are rounded once or twice, from sums in float32."""
+    """Tolerance relative to the largest number: 16-bit numbers are rounded once or twice, from sums in float32."""
     is_narrow = torch.finfo(dtype).bits == 16
     return torch.finfo(dtype).eps * (2 if is_narrow else 4 * math.sqrt(terms))
 
@@ -45,7 +45,7 @@ def packed(lengths_q, lengths_k, *, heads=4, groups=2, dim=16, dtype=torch.float
 
 
 def exact_attention(query, key, value, *, offset, mask=None):
-    """Of one sequence, in float64; ``offset`` keys come before the first query."""
+    """Attention of one sequence, in float64; ``offset`` keys come before the first query."""
     query, key, value = (x.double().transpose(0, 1) for x in (query, key, value))
     key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], dim=0) for x in (key, value))
     seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device).tril(offset)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headless Chromium by its DevTools protocol over a pipe: needs no driver and no package."""
+"""Headless Chromium over its DevTools protocol on a pipe: needs no driver and no package."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TAB = {"key": "Tab", "code": "Tab", "windowsVirtualKeyCode": 9}
 
 
 def find_browser() -> str | None:
-    """The program, or None."""
+    """The path of the program, or None."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 class Browser:
-    """One page of one browser; ``complaints`` are what its console logged as errors or warnings."""
+    """One page of one browser; ``complaints`` are the errors and warnings of its console."""
 
     def __init__(self, program: str) -> None:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data, settings and comparisons that the tests share.
 
-Log-probs are multiples of 1/64, so that differences and their sums are exact in float32: what is left for a tolerance
-is one division, one `exp` and the means that come after it.
+Log-probs are multiples of 1/64, so that differences and their sums are exact in float32. The tolerance covers only one
+division, one `exp` and the means after it.
 """
 
 import math
@@ -17,7 +17,7 @@ import mis_ext
 
 # float32 `exp` at |x| <= 20 and a few means after it.
 RTOL = 1e-5
-# Differences of numbers near 1 (k3, chi-square, total variation) lose what float32 cannot hold.
+# Differences of numbers near 1 (k3, chi-square, total variation) lose digits in float32.
 ATOL = 2e-6
 
 WEIGHTS = [(level, mode) for level in ("token", "sequence", "geometric") for mode in mis_ext.BOUNDS]
@@ -50,7 +50,7 @@ def correction_keys(
     """Flat keys of one point of the grid, without keys that would have no effect there."""
     level, mode = weight
     if level == "none" and gate == "no gate" and veto == "no veto":
-        # Neither a weight nor a gate is an error.
+        # A configuration without a weight and without a gate is an error.
         veto = "low veto"
     keys = {"use_tis": True, "tis_level": level, "mis_guard": "warn", "mis_metrics": "all"}
     narrow = {"token": (0.75, 1.5), "sequence": (0.5, 2.5), "geometric": (0.95, 1.0625)}
@@ -141,14 +141,14 @@ def drawn_keys(**more) -> st.SearchStrategy[dict]:
 
 
 def gates_only(*gates: dict) -> dict:
-    """Flat keys of several gates and nothing else: the first gate of `use_rs` is so wide that it rejects nothing."""
+    """Flat keys of several gates only. The first gate of `use_rs` is so wide that it rejects nothing."""
     keys = {"use_tis": True, "tis_level": "none", "use_rs": True, "rs_level": "token", "mis_guard": "warn"}
     keys["mis_metrics"] = "all"
     return keys | {"rs_lower_bound": 0.0, "rs_upper_bound": 1e30, "rs_gates": list(gates)}
 
 
 def args_of(keys: Mapping, *, per_token_loss: bool = False, qkv_format: str = "thd") -> Namespace:
-    """The hosts' `args` with the keys of a YAML file set on it."""
+    """The `args` of slime and Miles with the keys of a YAML file set on it."""
     host = {"calculate_per_token_loss": per_token_loss, "qkv_format": qkv_format, "use_rollout_logprobs": False}
     return Namespace(**host, **keys)
 
@@ -183,16 +183,16 @@ def flat(values: Sequence) -> torch.Tensor:
 
 
 def pick(values: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-    """The values of the tokens that lie on a rank."""
+    """The values of the tokens of a rank."""
     return [[value[index] for index in own] for value, own in zip(values, tokens, strict=True)]
 
 
 SIGNED = ("mis_kl", "mis_log_ppl_diff")
-"""Means of numbers of both signs; what a gate looks at may have both too."""
+"""Metrics that are means of numbers of both signs; the statistic of a gate may have both signs too."""
 
 
 def tolerance(name: str, samples: Samples) -> float:
-    """What a metric may be off beside its relative error: where log-probs of -10,000 cancel, float32 keeps no more.
+    """The absolute tolerance of a metric, for log-probs of -10,000 that cancel in float32.
 
     Half of the last of 24 bits, twice (of the difference and of each response's metric), of twice the largest log-prob.
     """
@@ -206,7 +206,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, what: str, ato
     """Equality up to float32, NaN equal to NaN."""
     actual = actual.detach().double()
     if what.endswith("_std"):
-        # The root of a difference of numbers up to 1 has half their digits.
+        # The root of a difference of numbers up to 1 has half of their digits.
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=2e-3, equal_nan=True)
         return
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"

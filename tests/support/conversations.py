@@ -23,7 +23,7 @@ ANSWER = "It is mild today 🙂, and tomorrow it rains."
 def call(
     name: str, prompt_ids: list[int], sampled_ids: list[int], *, finish_reason: FinishReason = "stop"
 ) -> Generation:
-    """A call whose log-probs occur in no call of another name."""
+    """A call whose log-probs differ from those of every call with another name."""
     first = -1 - sum(name.encode()) % 97
     log_probs = [first / 7 - position / 1e3 for position in range(len(sampled_ids))]
     return Generation(
@@ -37,7 +37,7 @@ def call(
 
 
 class Case(NamedTuple):
-    """Two calls, the class of the boundary between them, and what the second prompt has behind the first sample."""
+    """Two calls, the class of the boundary between them, and the ids after the first sample in the second prompt."""
 
     kind: str
     calls: list[Generation]
@@ -139,7 +139,7 @@ def _first_prompt(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 
 def _history(tokenizer: PreTrainedTokenizerFast, answer: str) -> tuple[list[int], list[int]]:
-    """The second prompt after a response in text, and what of it is behind the turn's end."""
+    """The second prompt after a text response, and its part after the end of the turn."""
     behind = encode(tokenizer, "\n") + render(tokenizer, MORE)
     return render(tokenizer, [*QUESTION, {"role": "assistant", "content": answer}, *MORE]), behind
 

@@ -28,7 +28,7 @@ class Table(NamedTuple):
 
 
 def keys_table(*names: str) -> Table:
-    """Keys of a file: default, legal range, and what each does."""
+    """Keys of a file: default, legal range, and effect."""
 
     def row(name: str) -> tuple[str, ...]:
         found = described(name)
@@ -40,7 +40,7 @@ def keys_table(*names: str) -> Table:
 
 
 def statistics_table() -> Table:
-    """The statistics that a gate can look at: bounds, unit and meaning."""
+    """The statistics of gates: bounds, unit and meaning."""
     return Table(
         ("statistic", "bounds", "unit", "meaning"),
         tuple(
@@ -56,7 +56,7 @@ def statistics_table() -> Table:
 
 
 def bounds_table() -> Table:
-    """The modes of a weight, and what each makes of a ratio."""
+    """The modes of a weight, and the effect of each on a ratio."""
     return Table(
         ("mode", "weight"),
         tuple((f"`{mode}`", row.text) for mode, row in BOUNDS.items()),
@@ -70,7 +70,7 @@ METRIC_GROUPS = {
     "perplexity and equality": re.compile(r"(training|rollout)_(log_)?ppl|log_ppl|ppl_|train_rollout"),
     "mismatch": re.compile(""),
 }
-"""The tables of metrics, each with the names that belong to it; a name belongs to the first that it begins with."""
+"""The tables of metrics with their names. A name belongs to the first table whose prefix it has."""
 
 
 def metrics_table(group: str) -> Table:
@@ -125,6 +125,6 @@ def _source(paper: str) -> str:
 
 
 def causes_table() -> Table:
-    """The causes in the order of the search: what each is, what shows it, and what to do."""
+    """The causes in the order of the search: title, symptoms, and advice."""
     rows = ((f"`{cause.name}`: {cause.title}", cause.looks_like, cause.advice) for cause in CAUSES.values())
     return Table(("cause", "what you see", "fix"), tuple(rows))

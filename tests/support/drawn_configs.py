@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any point of statistics x reductions x actions x bounds, as a configuration and as the rules of the judge."""
+"""Any point of statistics x reductions x actions x bounds, as a configuration and as rules of the reference."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ WEIGHT_BANDS = {"token": (0.75, 1.5), "sequence": (0.5, 2.5), "geometric": (0.95
 
 
 OUTSIDE = 0.15
-"""Share of tokens or sequences of the tests below a drawn band, and above it."""
+"""Share of tokens or sequences of the tests below drawn bounds, and above them."""
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def _responses():
 
 @functools.cache
 def band(statistic: str, reduce: str) -> tuple[float, float]:
-    """Bounds that some of the samples are outside of, as the judge computes them, and no exact number lies on."""
+    """Bounds that exclude some of the samples according to the reference, and that no value equals."""
     found = []
     for response in _responses():
         values = zip(response.statistic(LEVELS[reduce], statistic), response.valid, strict=True)
@@ -50,13 +50,13 @@ def band(statistic: str, reduce: str) -> tuple[float, float]:
     steps = [place for place, (value, following) in enumerate(itertools.pairwise(found)) if value < following]
     first = next(place for place in steps if place >= len(found) * OUTSIDE)
     last = next((place for place in steps if place >= len(found) * (1 - OUTSIDE) and place > first), steps[-1])
-    # Halfway between two values of which one is outside and one is not.
+    # Halfway between a value outside and a value inside.
     low, high = ((found[place] + found[place + 1]) / 2 for place in (first, last))
     return (math.exp(low), math.exp(high)) if statistic in LOG_STATISTICS else (low, high)
 
 
 class Balanced:
-    """Gives the option that was given least often of the same list; a list that is asked for twice shares its count."""
+    """Returns the least used option of a list. Equal lists share their counts."""
 
     def __init__(self, random: Random, used: Counter | None = None) -> None:
         self.random, self.used = random, Counter(used)
@@ -68,7 +68,7 @@ class Balanced:
 
 
 class Point(NamedTuple):
-    """What the package computes, and what the judge does."""
+    """The results of the package and of the reference."""
 
     config: mis_ext.CorrectionConfig
     rules: Rules

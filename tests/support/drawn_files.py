@@ -9,7 +9,7 @@ CLASSES = ("legal", "misspelt", "out of range", "wrong type", "YAML 1.1", "no ef
 
 
 class DrawnFile(NamedTuple):
-    """``keys``: of each key the text of its value. ``wrong``: the key with the mistake, None without one."""
+    """``keys``: the text of the value of each key. ``wrong``: the key with the mistake, or None."""
 
     kind: str
     launch: str
@@ -18,12 +18,12 @@ class DrawnFile(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The file, a line for each key."""
+        """The file, one line per key."""
         return "".join(f"{key}: {value}\n" for key, value in self.keys.items())
 
 
 def draw(seed: int, count: int) -> list[DrawnFile]:
-    """``count`` files, as many of each class."""
+    """``count`` files, equally many of each class."""
     random = Random(seed)
     return [_DRAW[CLASSES[place % len(CLASSES)]](random) for place in range(count)]
 
@@ -94,7 +94,7 @@ def _legal(random: Random) -> DrawnFile:
 
 
 def _with(file: DrawnFile, kind: str, key: str, value: str, *, drop: str | None = None) -> DrawnFile:
-    """The file with a wrong key among the others, anywhere."""
+    """The file with a wrong key at any place."""
     keys = {name: each for name, each in file.keys.items() if name not in (key, drop)}
     if key.startswith("mis_loss_"):
         return DrawnFile(kind, "loss", keys | {key: value}, key)
@@ -102,7 +102,7 @@ def _with(file: DrawnFile, kind: str, key: str, value: str, *, drop: str | None 
 
 
 def _slip(random: Random, key: str) -> str:
-    """What a hand makes of a name: a letter missing, doubled or exchanged, another case, a dash, a lost prefix."""
+    """Typing errors in a name: a letter missing, doubled or exchanged, another case, a dash, a lost prefix."""
     place = random.randrange(1, len(key) - 1)
     pair = key[place + 1] + key[place]
     slips = [

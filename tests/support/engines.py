@@ -43,7 +43,7 @@ def engines(seed: int, *, kernels: float = KERNELS, count: int = COUNT) -> Engin
 
 @cache
 def _drawn(seed: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, noise of deviation 1, and where the generator is after them."""
+    """Logits, noise of standard deviation 1, and the state of the generator after them."""
     generator = torch.Generator().manual_seed(seed)
     shape = (count, LENGTH, VOCABULARY)
     sharpness = 0.5 + 6.0 * torch.rand(count, LENGTH, 1, generator=generator, dtype=torch.float64)
@@ -52,7 +52,7 @@ def _drawn(seed: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sampled_ids(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """What ``torch.multinomial`` draws, ``[..., 1]``; most of its time goes into the waits, which are kept."""
+    """The draws of ``torch.multinomial``, ``[..., 1]``. Most of its time is for random numbers, which are cached."""
     waits, state = _waits(probabilities.shape, probabilities.dtype, generator.get_state().numpy().tobytes())
     generator.set_state(state)
     return (probabilities / waits).argmax(-1, keepdim=True)
@@ -60,21 +60,21 @@ def sampled_ids(probabilities: Tensor, generator: torch.Generator) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _waits(shape: torch.Size, dtype: torch.dtype, state: bytes) -> tuple[Tensor, Tensor]:
-    """Exponentially distributed numbers of a generator in this state, and where it is after them."""
+    """Exponentially distributed numbers of a generator in this state, and its state after them."""
     generator = torch.Generator()
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     return torch.empty(shape, dtype=dtype).exponential_(generator=generator), generator.get_state()
 
 
 def top_p(logits: Tensor, share: float) -> Tensor:
-    """Logits of what nucleus sampling leaves."""
+    """Logits after nucleus sampling."""
     ordered, order = logits.softmax(-1).sort(-1, descending=True)
     is_left = ordered.cumsum(-1) - ordered < share
     return logits.masked_fill(~torch.zeros_like(is_left).scatter(-1, order, is_left), -math.inf)
 
 
 def collected(*parts: Part) -> Collector:
-    """What the report knows of a run."""
+    """The evidence of the report for a run."""
     collector = Collector()
     for part in parts:
         collector.add(part)

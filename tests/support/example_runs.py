@@ -33,7 +33,7 @@ WHOLE_LOSS = ["--loss-type", "custom_loss", "--custom-loss-function-path", "mis_
 
 
 def on_ranks(work: Callable[..., None], *args: Any, world_size: int = 2) -> None:
-    """Call it on ranks that find what torchrun says."""
+    """Call it on ranks with the environment of torchrun."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
     environment = os.environ | address | {"WORLD_SIZE": str(world_size)}
@@ -59,14 +59,14 @@ def train(output_dir: Path, *flags: str, world_size: int = 2) -> list[dict[str, 
 
 
 def prepare_and_stop(args: object, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """What a run does with its data; in the second step one rank gets Ctrl-C."""
+    """Run with its data; in the second step one rank gets Ctrl-C."""
     mis_ext.prepare_rollout(args, rollout_id, rollout_data)
     if rollout_id == 1 and os.environ["RANK"] == "1":
         signal.raise_signal(signal.SIGINT)
 
 
 def leave_a_run(folder: Path) -> None:
-    """What a run of two steps writes."""
+    """The output of a run of two steps."""
     left = {"metrics.jsonl": '{"step": 0}\n{"step": 1}\n', "metrics.png": "plot", "checkpoint.pt": "weights"}
     for name, content in left.items():
         (folder / name).write_text(content)
@@ -78,7 +78,7 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Leave out what depends on the clock."""
+    """Remove values that depend on the clock."""
     return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
 
 

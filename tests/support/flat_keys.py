@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a user: as text, and of a weight and gates."""
+"""Keys of a user, as text, and for a weight and gates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from mis_ext.keys.rows import read_gates
 
 
 def from_yaml(text: str) -> CorrectionConfig:
-    """The configuration that a YAML file of this text gives."""
+    """The configuration from a YAML file with this text."""
     return config_from_mapping(yaml.safe_load(text))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the custom generate function, against a server on the loopback that answers as SGLang 0.5.23 does."""
+"""Runs of the custom generate function, against a loopback server that responds like SGLang 0.5.23."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ CONTEXT = 100_000
 
 
 def run(script, tokenizer_folder, sample, *, params=LIMITS, settings=None, **others):
-    """The server's requests after ``generate``; its answers are those of the scripts, in order."""
+    """The server's requests after ``generate``. It responds with the scripts, in order."""
     scripts = iter(script)
 
     def serve(number, request):
@@ -43,7 +43,7 @@ REPLAYED = {
 
 
 def experts(version, position, token):
-    """The two experts of a token in each layer: another weight version, place or token has others."""
+    """The two experts of a token in each layer. They differ by weight version, position and token."""
     row = []
     for layer in range(NUM_LAYERS):
         first = 1 + (7 * token + 3 * position + 2 * version + layer) % 7

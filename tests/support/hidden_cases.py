@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn cases for ``score_hidden``, and what the naive page says of them in float64."""
+"""Drawn cases for ``score_hidden``, and their float64 reference from ``naive_scoring``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Case(NamedTuple):
-    """Operands, what is asked of them, and the gradients that come in; ``naive`` asks the same of the naive page."""
+    """Operands, arguments, and incoming gradients; ``naive`` has the same arguments for ``naive_scoring``."""
 
     hidden_NE: Tensor
     weight_VE: Tensor
@@ -27,7 +27,7 @@ class Case(NamedTuple):
     grad_2T: Tensor
 
     def on(self, device: str) -> Case:
-        """On another device, but for what is asked of the naive page."""
+        """The case on another device, except the arguments for ``naive_scoring``."""
         keys = {name: _on(device, value) for name, value in self.keys.items()}
         return Case(*(_on(device, value) for value in self))._replace(keys=keys, naive=self.naive)
 
@@ -40,7 +40,7 @@ class Answer(NamedTuple):
     bias_grad: Tensor | None
 
     def on(self, device: str) -> Answer:
-        """Its numbers alone, on another device."""
+        """Only its tensors, on another device."""
         return Answer(*(None if x is None else x.detach().to(device) for x in self))
 
 
@@ -93,7 +93,7 @@ def drawn(seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, ranks: int = 1
 
 
 def answered(case: Case, **more: Any) -> Answer:
-    """What is tested."""
+    """The tested function."""
     leaves = [x.detach().requires_grad_() for x in (case.hidden_NE, case.weight_VE, case.bias_V) if x is not None]
     bias_V = leaves[2] if len(leaves) > 2 else None
     scores = score_hidden(leaves[0], leaves[1], case.token_T, bias=bias_V, **case.keys | more)
@@ -103,7 +103,7 @@ def answered(case: Case, **more: Any) -> Answer:
 
 
 def judged(case: Case) -> Answer:
-    """The naive page in float64."""
+    """``naive_scoring`` in float64."""
     leaves = [
         x.detach().double().requires_grad_() for x in (case.hidden_NE, case.weight_VE, case.bias_V) if x is not None
     ]
@@ -120,10 +120,9 @@ def judged(case: Case) -> Answer:
 def assert_near(case: Case, found: Answer, wanted: Answer, *, passes: int = 1, ranks: int = 1) -> None:
     """Within roundings of float32, and for gradients of the dtype of the operands.
 
-    A logit is a sum of ``E`` products, of which each is off by half a unit. The gradient of a logit is off by what its
-    exponent is off, and rounded to the dtype of the operands, which a cap does twice. Both are multiplied by the other
-    operand, added up, and rounded, those of the weight in each of ``passes``, those of hidden
-    states on each of ``ranks``.
+    A logit is a sum of ``E`` products, each with an error of half a unit. The gradient of a logit has the error of its
+    exponent, and is rounded to the dtype of the operands, twice with a cap. Both are multiplied by the other operand,
+    summed, and rounded: for the weight in each of ``passes``, for hidden states on each of ``ranks``.
     """
     unit, eps = 2.0**-24, torch.finfo(case.hidden_NE.dtype).eps
     keys = case.keys
@@ -171,7 +170,7 @@ def slopes_of(case: Case, products_TV: Tensor) -> Tensor:
 
 
 def logits_of(case: Case, products_TV: Tensor) -> Tensor:
-    """What a model's own head makes of ``h w``."""
+    """The transformation of ``h w`` by a model's own head."""
     logits = products_TV if case.bias_V is None else products_TV + case.bias_V.detach().to(products_TV.dtype)
     logits = logits * case.keys.get("logit_scale", 1.0)
     cap = case.keys.get("soft_cap")
@@ -179,6 +178,6 @@ def logits_of(case: Case, products_TV: Tensor) -> Tensor:
 
 
 def with_tiles(monkeypatch: Any, *, tile: int, slopes: int, states: int, device: str = "cpu") -> None:
-    """Tiles as small as those of a vocabulary that is large."""
+    """Tiles as small as those of a large vocabulary."""
     for name, size in (("TILE", tile), ("SLOPES", slopes), ("STATES", states)):
         monkeypatch.setitem(getattr(hidden, name), device, size)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hosts' reference example re-stated: what users' curves and losses look like today, with its shortcomings.
+"""The reference example of slime and Miles, written again: users' present curves and losses, with its defects.
 
-Works on whole responses, one sample after the other, in float64. The names carry the `mis_` prefix of the dashboards.
+It works on whole responses, one sample after the other, in float64. Names have the `mis_` prefix of the dashboards.
 """
 
 import math
@@ -23,7 +23,7 @@ class HostOutput:
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean over the mask, 0 of nothing."""
+    """Mean over the mask, 0 if empty."""
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
@@ -129,7 +129,7 @@ def note_mismatch(note, t: torch.Tensor, r: torch.Tensor, m: torch.Tensor) -> No
 
 
 def host_normalizer(level: str, weights: list[torch.Tensor], masks: list[torch.Tensor]) -> float:
-    """The mean weight of the micro-batch, 1 when it is next to nothing."""
+    """The mean weight of the micro-batch, 1 if it is nearly 0."""
     if level == "token":
         total = sum(float((w * m).sum()) for w, m in zip(weights, masks, strict=True))
         mean = total / max(sum(float(m.sum()) for m in masks), 1.0)
@@ -143,7 +143,7 @@ def host_normalizer(level: str, weights: list[torch.Tensor], masks: list[torch.T
 def sum_of_sample_mean(
     values: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], denominators: Sequence[torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """The hosts' reducer: a sum over samples of masked means, denominators from the original masks when given."""
+    """The reducer of slime and Miles: a sum over samples of masked means; denominators from original masks if given."""
     denominators = masks if denominators is None else denominators
     return sum(
         ((v.double() * m).sum() / o.sum().clamp(min=1) for v, m, o in zip(values, masks, denominators, strict=True)),
@@ -152,6 +152,6 @@ def sum_of_sample_mean(
 
 
 def sum_of_token(values: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The hosts' reducer under `--calculate-per-token-loss`."""
+    """The reducer of slime and Miles with `--calculate-per-token-loss`."""
     totals = ((v.double() * m).sum() for v, m in zip(values, masks, strict=True))
     return sum(totals, torch.zeros((), dtype=torch.float64))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample with slime's newer method, and a server on the loopback that answers as a test says."""
+"""A sample with slime's newer method, and a loopback server with scripted responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokens.sample import Sample
 
 @dataclass(kw_only=True)
 class SlimeSample(Sample):
-    """Has slime's ``append_response_tokens`` in place of ``update_from_meta_info``, and its checks."""
+    """Has slime's ``append_response_tokens`` instead of ``update_from_meta_info``, with its checks."""
 
     appended: list[dict] = field(default_factory=list)
     update_from_meta_info = None
@@ -52,9 +52,9 @@ Script = Callable[[int, dict], tuple[int, object]]
 
 @contextmanager
 def loopback_server(script: Script, pages: Callable[[str], object] = lambda path: None) -> Iterator[Recorded]:
-    """Serve what ``script(number of the request, its body)`` says: a status, and bytes or what becomes JSON.
+    """Serve the result of ``script(number of the request, its body)``: a status, and bytes or an object for JSON.
 
-    ``pages`` says what a GET of a path gives, None for HTTP 404.
+    ``pages`` has the result of a GET by path; None for HTTP 404.
     """
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for the training modules of slime, vime, and Miles: what the full loss takes from them, token by token.
+"""Replacements for the training modules of slime, vime, and Miles, as far as the full loss uses them, token by token.
 
-Written again from the host contract, in plain operations on one row after the other. vime's is that of 96e0e22e, with
-padded batches and without top-p; since 2b83ea20 its interface is slime's.
+They are written from the interface of the frameworks, in plain operations, row by row. vime's is that of 96e0e22e, with
+padded batches and without top-p; since 2b83ea20 it has the interface of slime.
 """
 
 import math
@@ -27,7 +27,7 @@ HOSTS = ("slime", "vime", "miles")
 
 
 def called(keys: dict, batch: dict, *, recompute: bool | None = None) -> tuple[torch.Tensor, dict, torch.Tensor]:
-    """Loss, metrics and gradient as a host calls; `recompute` says how its checkpoint does it."""
+    """Loss, metrics and gradient, called like a framework; `recompute` is the mode of its checkpoint."""
     args = loss_cases.host_args(**keys)
     batch = loss_cases.with_options(batch, args)
     logits = batch.pop("logits").clone().requires_grad_()
@@ -40,14 +40,14 @@ def called(keys: dict, batch: dict, *, recompute: bool | None = None) -> tuple[t
 
 
 def here() -> Groups:
-    """The groups of this thread of `thread_ranks`, or of a process alone."""
+    """The groups of this thread of `thread_ranks`, or of a single process."""
     rank = getattr(thread_ranks._here, "rank", None)
     return Groups() if rank is None else rank.groups
 
 
 @contextmanager
 def running(host: str, *, tp: Any = None) -> Iterator[SimpleNamespace]:
-    """`host` runs in this process: its modules are imported. What they were asked is in the namespace."""
+    """`host` runs in this process, with its modules imported. The namespace records their calls."""
     with pytest.MonkeyPatch.context() as patch:
         asked = SimpleNamespace(scored=[], captured=[])
         patch.setattr(hosts, "find_groups", lambda state=None: here())
@@ -134,7 +134,7 @@ def scores(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> dict[str, list[torch.Tensor]]:
-    """Per sample, of this rank's response tokens."""
+    """Values of this rank's response tokens, per sample."""
     rows, begin = logits.reshape(-1, logits.shape[-1]), 0
     found: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
     for index, (ids, total, response) in enumerate(zip(unconcat_tokens, total_lengths, response_lengths, strict=True)):

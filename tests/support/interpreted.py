@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's interpreter, faster, and with products as on a GPU, whose instruction for a tile rounds all rows alike."""
+"""A faster Triton interpreter, with matmuls as on a GPU, where the instruction for a tile rounds all rows equally."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def dot_row_by_row(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    """``tl.dot`` in the interpreter, each element by itself: the terms are added in the order of k.
+    """``tl.dot`` in the interpreter, for each element separately: the terms are added in the order of k.
 
     The interpreter multiplies by ``numpy.matmul``, where the BLAS may round the rows of one tile differently. OpenBLAS
     0.3.29 does so in its kernels for Haswell, those of a CPU without AVX-512, not in those for SkylakeX.
@@ -27,7 +27,7 @@ def dot_row_by_row(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_
 
 
 def quicken(interpreter: ModuleType) -> None:
-    """Spare the interpreter what it does over and over again: most of its time.
+    """Cache the repeated work of the interpreter, which takes most of its time.
 
     For each function that a kernel calls it patches all of Triton's language, for the type of each number it makes a
     table of all types, for each tensor its type and its shape anew, it broadcasts what has one shape already, for each
@@ -91,7 +91,7 @@ def quicken(interpreter: ModuleType) -> None:
 
 
 def _rewritten(self: Any) -> Any:
-    """As ``rewrite_ast`` of the interpreter; kernels that differ in their global names alone share their code."""
+    """Like ``rewrite_ast`` of the interpreter; kernels that differ only in their global names share code."""
     function = self.fn
     module = vars(sys.modules[type(self).__module__])
     names = function.__globals__

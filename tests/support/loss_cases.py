@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One micro-batch and many options of the whole loss: the hosts' own was recorded on them, ours is tested on them."""
+"""One micro-batch and many options of the full loss, with recorded losses of the frameworks to test ours."""
 
 import math
 from argparse import Namespace
@@ -9,11 +9,11 @@ from zigzag import take
 
 VOCABULARY = 8
 LENGTHS = [(3, 9), (5, 2), (4, 1), (2, 13), (6, 3), (3, 4)]
-"""Prompt and response; the last response is masked as a whole."""
+"""Prompt and response; the last response is fully masked."""
 TOTALS = [prompt + response for prompt, response in LENGTHS]
 RESPONSES = [response for _, response in LENGTHS]
 ROLLOUTS = [0, 0, 1, 2, 3, 3]
-"""Which samples share a denominator; two more tokens of the second one's rollout are in another micro-batch."""
+"""Samples that share a denominator; two more tokens of the second one's rollout are in another micro-batch."""
 MAX_SEQ_LEN = 18
 
 HOOK = {
@@ -69,7 +69,7 @@ OPTIONS = {
 OF_SLIME_ONLY = ("cispo", "cispo, low bound", "cispo, gates", "top-p", "top-p, gates, hot")
 OF_MILES_ONLY = ("unseen entropy", "true on-policy")
 CONTEXT_PARALLEL = ("gates, entropy, kl", "gspo, dual clip, gates", "sequences, opsm, gspo", "tokens")
-"""Those that are also recorded with two ranks."""
+"""Options that are also recorded with two ranks."""
 TOP_P = {"rollout_top_p": 0.9, "entropy_coef": 0.1}
 NOT_RECORDED = {
     "top-p": TOP_P,
@@ -80,26 +80,26 @@ NOT_RECORDED = {
     "all-gather": {"allgather_cp": True, "entropy_coef": 0.1},
     "ppo by name": KL | {"mis_loss_method": "ppo", "eps_clip": 0.2, "eps_clip_high": 0.2, "entropy_coef": 0.1},
 }
-"""How the hosts score, and a method by its name that is their own loss.
+"""Scoring in the frameworks, and a method that equals their own loss.
 
-`lab/peers/host_losses/record.py --check` compares them while the hosts run.
+`lab/peers/host_losses/record.py --check` compares them with the running frameworks.
 """
 KEPT = ("true on-policy", "all-gather")
-"""Where the hosts' own function is kept."""
+"""Options with which the framework's own function is kept."""
 NOT_PADDED = ("gspo, dual clip, gates", "sequences, opsm, gspo")
-"""Where Miles fails with padded sequences and two ranks: it gathers responses as if they were packed."""
+"""Options with which Miles fails for padded sequences and two ranks: it gathers responses as if they were packed."""
 DIFFERENT = {("miles", "rollout log-probs"): ("train_rollout_logprob_abs_diff", "train_rollout_kl")}
 """Miles compares the behavior log-probs with themselves there, and reports 0; we compare the current ones."""
 
 
 def without_differences(host: str, name: str, found: dict) -> dict:
-    """The numbers that must be equal."""
+    """The metrics that must be equal."""
     left_out = DIFFERENT.get((host, name), ())
     return found | {"metrics": {key: value for key, value in found["metrics"].items() if key not in left_out}}
 
 
 def reduce_by_kept(total_lengths, response_lengths, masks, calculate_per_token_loss):
-    """As users write a reducer: the mean over all tokens that it is told to count."""
+    """A reducer as users write it: the mean over all counted tokens."""
     assert len(total_lengths) == len(response_lengths) == len(masks)
     assert not calculate_per_token_loss
 
@@ -111,22 +111,22 @@ def reduce_by_kept(total_lengths, response_lengths, masks, calculate_per_token_l
 
 
 def reduce_by_constant(total_lengths, response_lengths, masks, calculate_per_token_loss):
-    """One that needs not know which part of the tokens a rank has."""
+    """A reducer that does not need to know the part of a rank."""
     return lambda loss: loss.sum() / 100.0
 
 
 def refuse_masks(*_):
-    """One that cannot be made."""
+    """A reducer that cannot be created."""
     raise ZeroDivisionError("a reducer of no tokens")
 
 
 def refuse_loss(*_):
-    """One that cannot be called."""
+    """A reducer that cannot be called."""
     return refuse_masks
 
 
 def host_args(**options) -> Namespace:
-    """Arguments as both hosts have them."""
+    """Arguments as in slime and Miles."""
     defaults = {
         "advantage_estimator": "grpo",
         "allgather_cp": False,
@@ -215,7 +215,7 @@ def without_sample(batch: dict, index: int) -> dict:
 
 
 def with_top_p(batch: dict, *, unrecorded: int = 0) -> dict:
-    """With two to five kept ids of each response token, or none; of the first sample's end nothing is recorded."""
+    """With two to five kept ids of each response token, or none; the end of the first sample has no record."""
     generator = torch.Generator().manual_seed(5)
     ids_S, offsets_S = [], []
     for response in batch["response_lengths"]:
@@ -227,13 +227,13 @@ def with_top_p(batch: dict, *, unrecorded: int = 0) -> dict:
     if unrecorded:
         offsets_S[0] = offsets_S[0][:-unrecorded]
         ids_S[0] = ids_S[0][: int(offsets_S[0][-1])]
-    # The hosts' rollouts hold lists too.
+    # The rollouts of the frameworks have lists too.
     ids_S[1], offsets_S[1] = ids_S[1].tolist(), offsets_S[1].tolist()
     return batch | {"rollout_top_p_token_ids": ids_S, "rollout_top_p_token_offsets": offsets_S}
 
 
 def local_batch(batch: dict, *, cp_rank: int = 0, cp_size: int = 1, is_padded: bool = False) -> dict:
-    """This rank's part, with its logits ``[1, T, V]``, or ``[B, L, V]`` where sequences are padded."""
+    """This rank's part, with its logits ``[1, T, V]``, or ``[B, L, V]`` for padded sequences."""
     totals = batch["total_lengths"]
     padded = [MAX_SEQ_LEN] * len(totals) if is_padded else None
     local = dict(batch)
@@ -259,18 +259,18 @@ def local_rows(logits: torch.Tensor, *, cp_rank: int, cp_size: int, length: int)
 
 
 def contiguous_rows(batch: dict, *, cp_rank: int, cp_size: int) -> torch.Tensor:
-    """``[1, T, V]``: the rank's part of the rows of all samples, where one gathers them all to attend."""
+    """``[1, T, V]``: the rank's part of the rows of all samples, for attention that gathers all rows."""
     rows = torch.cat(batch["logits"])
     return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % cp_size)).chunk(cp_size)[cp_rank].unsqueeze(0)
 
 
 def with_options(batch: dict, args: Namespace) -> dict:
-    """Without what the host would not have."""
+    """Without keys that the framework would not have."""
     return batch | {"log_probs": None} if args.skip_actor_forward_only else batch
 
 
 def of_lengths(lengths: list[int]) -> dict:
-    """A micro-batch with prompts of three tokens, and log-probs in place of logits."""
+    """A micro-batch with prompts of three tokens, and log-probs instead of logits."""
     generator = torch.Generator().manual_seed(0)
 
     def column() -> list:

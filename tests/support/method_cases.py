@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random data for methods, and parameters with which every part of a preset acts on it."""
+"""Random data for methods, and parameters with which every part of a preset has an effect on it."""
 
 import re
 
@@ -10,7 +10,7 @@ from rows import for_each
 from mis_ext import PackedLayout
 from mis_ext.methods import METHODS, Method
 
-# The preset's own numbers where they fire on random data, else wider or narrower ones.
+# The preset's own numbers if they have an effect on random data, else wider or narrower ones.
 PARAMETERS = {
     "ppo": {"low": 0.15, "high": 0.25},
     "bypass": {"low": 0.15, "high": 0.25},
@@ -53,7 +53,7 @@ PARAMETERS = {
     "grpo_unbiased_kl": {"beta": 0.1},
     "opsm": {"delta": 0.1},
 }
-# Of the hook's: wide enough that some sequences of random data pass.
+# Bounds of the hook: wide enough that some sequences of random data pass.
 HOOK_PARAMETERS = {
     "sequence_mis": {"low": 0.3, "high": 3.0},
     "geometric_rs": {"low": 0.92, "high": 1.08},
@@ -65,7 +65,7 @@ HOOK_PARAMETERS = {
     "icepop": {"high": 1.5},
     "sequence_error": {"high": 1.4},
 }
-# What the hook can do, as the formulas say it: factors of rho, but for a power or a mixture, times PPO of r.
+# Formulas that the hook can express: factors of rho, except a power or a mixture, times PPO of r.
 HOOK = [
     name
     for name, row in METHODS.items()

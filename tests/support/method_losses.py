@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of every preset as its paper states it: float64, sequence after sequence, nothing from the package.
+"""The loss of every preset as in its paper: float64, sequence after sequence, without imports from the package.
 
-A loss is a function of `x`, log-probs of the current policy `[N, T]`, for `N` perturbations at once. What a paper puts
-under a stop-gradient is computed from `d.x`, which is not perturbed. The loss is minus the sum of the objective over
-valid tokens: denominators are another matter.
+A loss is a function of `x`, log-probs of the current policy `[N, T]`, for `N` perturbations at once. Terms with a
+stop-gradient are computed from `d.x`, which is not perturbed. The loss is minus the sum of the objective over valid
+tokens, without a denominator.
 """
 
 import math
@@ -30,7 +30,7 @@ class Data:
         return torch.cat(self.sequences)
 
     def spread(self, function, values):
-        """`function` of the values of each sequence, at each of its tokens."""
+        """The result of `function` for the values of each sequence, at each of its tokens."""
         out = torch.zeros_like(values)
         for tokens in self.sequences:
             out[..., tokens] = function(values[..., tokens]).unsqueeze(-1)
@@ -438,7 +438,7 @@ def mixed(bits):
 
 
 def hashes(d, seed):
-    """A random number of each valid token from the float32 proximal log-probs of its sequence, and its place there."""
+    """A random number for each valid token, from the float32 proximal log-probs of its sequence and its position."""
     found = {}
     for tokens in d.sequences:
         bits = [struct.unpack("<i", struct.pack("<f", float(v)))[0] for v in d.proximal[tokens]]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores from hidden states in plain PyTorch, one token after the other.
 
-:mod:`mis_ext.scoring.hidden` computes the same in tiles of many tokens, over ranks, with a backward pass of its own. A
-test holds both against each other.
+:mod:`mis_ext.scoring.hidden` computes the same in tiles of many tokens, over ranks, with its own backward pass. A test
+compares both.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def naive_score_hidden(
         hidden: ``[N, E]``, what the head is applied to.
         weight: ``[V, E]``, of the head.
         tokens: The id of each token.
-        rows: Which hidden state scores each token; None: each in order.
+        rows: The hidden state that scores each token; None: each in order.
         temperature: The logits are divided by it.
-        kept: Of each token the ids from which it was sampled, None where nothing was recorded. None: all ids.
+        kept: For each token the ids from which it was sampled; None for a token without a record. None: all ids.
         vocab_size: Ids from this one on are padding.
         bias: ``[V]``, of the head.
-        logit_scale: What the logits, with their bias, are multiplied by.
-        soft_cap: What no logit exceeds.
+        logit_scale: Factor on the logits with their bias.
+        soft_cap: Upper limit of logits.
     """
     log_probs, entropies = [], []
     for i, token in enumerate(tokens):
@@ -55,7 +55,7 @@ def naive_score_hidden(
         entropies.append(-(log_p_V.exp() * log_p_V).sum())
         ids = None if kept is None else kept[i]
         if ids is not None:
-            # Top-p: the log-prob among the kept ids, of which the token itself is always one.
+            # Top-p: the log-prob among the kept ids, which always include the token itself.
             is_kept_V = torch.zeros_like(logits_V, dtype=torch.bool)
             is_kept_V[[*ids, token]] = True
             log_p_V = logits_V.masked_fill(~is_kept_V, -math.inf).log_softmax(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a topology: its part of the data, the hook on it, and what differs from the judge on the whole data."""
+"""One rank of a topology: its part of the data, the hook on it, and differences from the whole-data reference."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -45,7 +45,7 @@ MARGIN = 1e-5
 
 
 def dataset(name: str, dp_size: int) -> tuple[list[Samples], list[list[int]]]:
-    """Samples and total lengths of every data-parallel rank; ranks hold different numbers of samples."""
+    """Samples and total lengths of every data-parallel rank; ranks have different numbers of samples."""
     lengths = {
         "plain": [[5, 1, 19, 3, 12, 1, 2, 33], [7, 16, 1]],
         "broken": [[9, 1, 24, 2], [3, 17, 1, 6, 8]],
@@ -69,7 +69,7 @@ def dataset(name: str, dp_size: int) -> tuple[list[Samples], list[list[int]]]:
 
 
 def grid() -> list[tuple[dict, bool]]:
-    """Every weight, gate and normaliser; vetoes, denominators and the host's reducer take turns."""
+    """Every weight, gate and normalizer; vetoes, denominators and the framework's reducer alternate."""
     vetoes = ["no veto", "low veto", "high veto", "probability veto", "all vetoes"]
     out = []
     for weight in WEIGHTS:
@@ -87,7 +87,7 @@ def grid() -> list[tuple[dict, bool]]:
 
 
 class Counter(TorchDispatchMode):
-    """Counts collectives below Python and the bytes that each one sends."""
+    """Counts collectives below Python, and the bytes of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Counter(TorchDispatchMode):
                 tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
                 if tensors:
                     sizes.append(sum(t.numel() * t.element_size() for t in tensors))
-            # Of an input and the outputs gathered from it, the input is the smaller.
+            # The input of a gather is smaller than its outputs.
             self.bytes += min(sizes, default=0)
         return func(*args, **(kwargs or {}))
 
@@ -143,7 +143,7 @@ class Worker:
         self.dp_cp_group = dist.new_group(everyone, timeout=timeout)
 
     def parallel_state(self, wrap: Callable = lambda group: group) -> SimpleNamespace:
-        """What Miles passes."""
+        """The arguments of Miles."""
 
         def axis(rank: int, size: int, group) -> SimpleNamespace:
             return SimpleNamespace(rank=rank, size=size, group=wrap(group))
@@ -175,7 +175,7 @@ class Worker:
         layout = {"padded_lengths": padded_lengths}
         train = self.local(samples.train, totals, **layout)
         rollout = self.local(samples.rollout, totals, **layout)
-        # As prepare_rollout leaves it.
+        # As after prepare_rollout.
         session_for(args).token_lags = TokenLags(rollout, self.local(samples.lags, totals, **layout))
         pg_loss = torch.linspace(-1.0, 2.0, sum(t.numel() for t in train))
         output = mis_ext.compute_mis_weights_with_cp(
@@ -191,7 +191,7 @@ class Worker:
         return output, pg_loss
 
     def check(self, failures: list[str], name: str, compare: Callable[[], None]) -> None:
-        """Write down a comparison that fails; an exception of the hook itself is raised before, and ends the worker."""
+        """Record a failed comparison. An exception of the hook itself is raised before, and ends the worker."""
         try:
             compare()
         except (AssertionError, pytest.fail.Exception) as error:
@@ -293,7 +293,7 @@ class Worker:
             def compare(long=long, short=short, many=many, growth=growth, whole_sequences=whole_sequences) -> None:
                 assert long[0] == short[0] == many[0], f"collectives depend on the data: {long[0]} {short[0]} {many[0]}"
                 assert len(short[0]) <= 3, f"{len(short[0])} collectives: {short[0]}"
-                # Before others slime looks for free memory.
+                # Before other collectives, slime looks for free memory.
                 assert set(short[0]) <= {"_allgather_base_"}, f"{short[0]}"
                 assert growth <= 1 / 8, f"{growth} bytes per token"
                 if whole_sequences:

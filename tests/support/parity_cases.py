@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings and samples on which the package and the hosts' reference example are compared."""
+"""Settings and samples to compare the package with the reference example of slime and Miles."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def settings_of(level: str, mode: str, rs_level: str | None, *, veto: bool, norm
 
 
 def compat(keys: dict) -> dict:
-    """The preset's keys with the changes a user makes; keys that have no effect any more are dropped."""
+    """The preset's keys with the changes of a user. Keys without an effect are dropped."""
     merged = {**COMPAT, **keys}
     idle = ["tis_lower_bound", "rs_veto_threshold", "tis_batch_normalize"]
     idle = [key for key in idle if key not in keys]

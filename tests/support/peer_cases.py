@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of prime-rl, NeMo-RL and RLinf, and the keys with which ours is the same."""
+"""Losses of prime-rl, NeMo-RL and RLinf, and our keys for an equal loss."""
 
 from typing import Any
 
@@ -86,7 +86,7 @@ def weights_of(batch: dict) -> torch.Tensor:
 
 
 def nemo_data(batch: dict) -> dict[str, torch.Tensor]:
-    """As NeMo-RL holds a batch: with a first token that nobody scores, and a sample that is masked."""
+    """A batch in the format of NeMo-RL: with an unscored first token, and a masked sample."""
     names = {"prev_logprobs": "old_log_prob", "generation_logprobs": "rollout_log_prob", "advantages": "advantages"}
     data = {name: torch.nn.functional.pad(batch[key], (1, 0)) for name, key in names.items()}
     data["token_mask"] = torch.nn.functional.pad(batch["response_mask"].float(), (1, 0))
@@ -120,7 +120,7 @@ def rlinf_loss(
     loss_mask: torch.Tensor,
     **_: object,
 ) -> tuple[torch.Tensor, dict]:
-    """Our loss, as RLinf's registry calls one: its old log-probs are the engine's, or the trainer's own."""
+    """Our loss with the interface of RLinf's registry. Its old log-probs are the engine's or the trainer's own."""
     found = mis_ext.policy_loss_from_log_probs(
         keys,
         current_logprobs=logprobs,

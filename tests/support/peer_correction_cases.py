@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrections of SkyRL, OpenRLHF, ROLL, AReaL and ms-swift, and the keys with which ours is the same."""
+"""Corrections of SkyRL, OpenRLHF, ROLL, AReaL and ms-swift, and our keys for an equal correction."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -198,11 +198,11 @@ MS_SWIFT = {
 """ms-swift's ``rollout_importance_sampling_mode``, its threshold, and our keys."""
 
 SIZES = {"alone": {}, "of a batch": {"dp_size": 2, "batch_num_tokens": 100.0, "global_batch_size": 14.0}}
-"""What OpenRLHF's trainer says of the whole batch."""
+"""Data of OpenRLHF's trainer for the whole batch."""
 
 
 def swift_trainer(trainer: object, mode: str | None) -> object:
-    """What ms-swift's correction, and ours, look at in its trainer."""
+    """The attributes of ms-swift's trainer that its correction and ours read."""
     log = {"train": defaultdict(list), "eval": defaultdict(list)}
     settings = {"rollout_importance_sampling_mode": mode, "disable_rollout_importance_sampling": False}
     settings |= {"rollout_importance_sampling_threshold": MS_SWIFT[mode][0] if mode else None, "_metrics": log}
@@ -211,13 +211,13 @@ def swift_trainer(trainer: object, mode: str | None) -> object:
 
 
 def cu_seqlens(batch: dict) -> torch.Tensor:
-    """Where the rows of a padded batch begin once they lie one behind the other, as AReaL says it."""
+    """The starts of the rows of a padded batch after packing, in AReaL's format."""
     rows, width = batch["response_mask"].shape
     return torch.arange(rows + 1, dtype=torch.int32) * width
 
 
 def roll_config(settings: dict) -> SimpleNamespace:
-    """ROLL's ``TrainInferCorrectionConfig`` as a namespace, with its defaults of what we look at."""
+    """ROLL's ``TrainInferCorrectionConfig`` as a namespace, with its defaults for the fields in use."""
     weight = {"enabled": False, "weight_type": "token", "upper_bound": None, "detach": True}
     filter_ = {"enabled": True, "ratio_enabled": False, "diff_enabled": False}
     return SimpleNamespace(

@@ -16,7 +16,7 @@ Sides = tuple[list[Tensor], list[Tensor]]
 
 @dataclass
 class Tokens:
-    """What a consumer may get: log-probs, and what is known of the samples."""
+    """Input of a consumer: log-probs, and properties of the samples."""
 
     proximal: list[Tensor]
     behavior: list[Tensor]
@@ -39,7 +39,7 @@ class Tokens:
         }
 
 
-# --- changes of what an engine samples from
+# --- changes of the sampled distribution
 
 
 def colder(made: Engines) -> Engines:
@@ -92,7 +92,7 @@ def older(made: Engines) -> Engines:
 
 
 def late(made: Engines, size: float = 0.3) -> Engines:
-    """Beyond the positions that a side was made for."""
+    """Positions beyond the limit of one side."""
     behind = (torch.arange(LENGTH) >= 96)[None, :, None]
     return made._replace(behavior=made.behavior + made.noise(size) * behind)
 
@@ -103,11 +103,11 @@ def decode_only(made: Engines) -> Engines:
 
 
 def not_loaded(made: Engines) -> Engines:
-    """The trainer's weights are of nothing: what it finds probable has nothing to do with what is sampled."""
+    """The trainer's weights are random: its probabilities are unrelated to the samples."""
     return made._replace(proximal=made.noise(20.0))
 
 
-# --- changes of what it returns
+# --- changes of the returned log-probs
 
 
 def each_behavior(change: Callable[[Tensor], Tensor]) -> Callable[[Sides], Sides]:
@@ -158,7 +158,7 @@ def dummies(sides: Sides) -> Sides:
 
 
 def bonus(size: float) -> Callable[[Sides], Sides]:
-    """Added to all tokens of two responses, few of which are then above 0."""
+    """Added to all tokens of two responses; few of them are above 0 afterwards."""
     return lambda sides: (sides[0], [*(each + size for each in sides[1][:2]), *sides[1][2:]])
 
 
@@ -172,7 +172,7 @@ def some_shifted(sides: Sides) -> Sides:
 
 
 def dropped_before(sides: Sides) -> Sides:
-    """In six responses log-probs of a dropped attempt stand before the own ones, and the end is cut off."""
+    """In six responses, log-probs of a dropped attempt precede the own ones, and the end is cut off."""
     others = engines(79).sampled()[1]
     lagged = [
         torch.cat([other[:count], own])[:LENGTH]
@@ -199,7 +199,7 @@ def unrelated(sides: Sides) -> Sides:
 
 
 def garbage(sides: Sides) -> Sides:
-    """What the engine returns has nothing to do with what it sampled."""
+    """The returned log-probs are unrelated to the samples."""
     return sides[0], planted(79, [not_loaded]).proximal
 
 
@@ -217,7 +217,7 @@ def planted(
     in_log_probs: Sequence[Callable[[Sides], Sides]] = (),
     **sizes: Any,
 ) -> Tokens:
-    """Tokens of two engines of which one was changed, and then what it returned."""
+    """Tokens of two engines, one with a changed distribution and then changed log-probs."""
     made = engines(seed, **sizes)
     for change in in_engine:
         made = change(made)
@@ -228,7 +228,7 @@ def planted(
 
 
 def padded_head(made: Engines, padding: float = 0.0, count: int = 16) -> Engines:
-    """The trainer has so many columns more, which the engine never samples."""
+    """The trainer has additional columns, which the engine never samples."""
     columns = torch.full((*made.behavior.shape[:2], count), padding, dtype=torch.float64)
     proximal = torch.cat([made.proximal, columns], -1)
     return made._replace(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes: how they start, join one group, and write down what each of them found.
+"""Ranks as processes: they start, join one group, and record their results.
 
-``thread_ranks`` has ranks as threads, for what needs no process group of torch's own.
+``thread_ranks`` has ranks as threads, for tests without a process group of torch.
 """
 
 import faulthandler
@@ -34,10 +34,10 @@ PRELOAD = {
     "megatron.core.models.gpt.gpt_layer_specs": ("megatron",),
     "grpo.run": ("grpo", "megatron", "transformers", "matplotlib", "rich"),
 }
-"""What the process that forks ranks imports, where these are found: one such process serves all files of tests."""
+"""Modules that the process which forks ranks imports, if found. One process serves all test files."""
 
 _served: set[str] = set()
-"""What that process began with."""
+"""The environment at the start of that process."""
 
 
 @contextmanager
@@ -47,7 +47,8 @@ def joined(rank: int, world_size: int, folder: str | Path, *, seconds: float, ba
     store, timeout = f"file://{folder}/store", timedelta(seconds=seconds)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=timeout)
     yield
-    # Not after an error, which could wait for ranks that never come: the process ends, and the others see that.
+    # Not after an error, because it could wait for ranks that never come: the process ends, and the other ranks notice
+    # it.
     dist.destroy_process_group()
 
 
@@ -68,13 +69,13 @@ def run_processes(
     """
     modules = tuple(name for name, needed in PRELOAD.items() if all(map(find_spec, needed)))
     if not _served.issuperset(modules):
-        # A later file has put another folder on the path: each rank would import these for itself.
+        # A later file has added a folder to the path, so each rank would import these itself.
         forkserver._forkserver._stop()
         _served.clear()
     if start_method == "forkserver" and not _served:
         multiprocessing.set_forkserver_preload([*modules])
         _served.update(modules)
-    # Before Python 3.13 that process would not find modules where this one does, and import none, without a word.
+    # Before Python 3.13 that process would not find modules of this path, and would silently import none.
     path = mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
     with path, tempfile.TemporaryDirectory() as stacks:
         try:
@@ -92,12 +93,12 @@ def _work(
     rank: int, modules: tuple[str, ...], stacks: str, seconds: float, work: Callable[..., None], *args: Any
 ) -> None:
     assert sys.modules.keys() >= {*modules}, f"not imported before this rank was forked: {modules}"
-    # A late rank ends itself. The others are told to end as soon as one has ended badly. Each first writes down where
-    # it is, inside of a collective too.
+    # A late rank ends itself. If one rank fails, the other ranks are stopped. Each first writes its stack, also inside
+    # of a collective.
     stack = os.open(Path(stacks, f"rank {rank}"), os.O_WRONLY | os.O_CREAT)
     faulthandler.dump_traceback_later(seconds, exit=True, file=stack)
     faulthandler.register(signal.SIGTERM, file=stack, chain=True)
-    # As in conftest, and in the settings of pytest: what torch will remove is an error here too.
+    # As in conftest and in the settings of pytest, deprecations of torch are errors here too.
     gc.freeze()
     warnings.simplefilter("error", FutureWarning)
     work(rank, *args)
@@ -110,10 +111,10 @@ def run_checks(
     world_size: int,
     seconds: float,
 ) -> list[dict[str, str]]:
-    """What each rank says of each check, called with its rank: nothing, or where it failed.
+    """The result of each rank for each check: nothing, or its failure.
 
     Raises:
-        Exception: That of a rank that ended badly after its last check.
+        Exception: The error of a rank that failed after its last check.
     """
     crash: Exception | None = None
     try:
@@ -128,7 +129,7 @@ def run_checks(
 
 
 def on_processes(checks: Mapping[str, Callable[[int], None]], *, world_size: int, seconds: float) -> Callable:
-    """A test of each check, on ranks that start once for all of them."""
+    """One test per check, on ranks that start once for all checks."""
     reports: list[dict[str, str]] = []
 
     @pytest.mark.distributed
@@ -143,7 +144,7 @@ def on_processes(checks: Mapping[str, Callable[[int], None]], *, world_size: int
                 reports.append(dict.fromkeys(checks, "a rank ended badly after its last check"))
                 raise
         for report in reports:
-            # pytest rewrites the asserts of test modules alone.
+            # pytest rewrites only the asserts of test modules.
             assert report[check] == "", report[check]
 
     return test

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judge of every other test: the correction in float64, one sequence at a time, written from the specification.
+"""The reference of all other tests: the correction in float64, one sequence at a time, written from the specification.
 
-Nothing in it comes from `mis_ext`, and nothing is fast: the rules in `reference_rules.py`, one response in
+It imports nothing from `mis_ext`, and is not optimized: rules are in `reference_rules.py`, one response in
 `reference_response.py`, metrics in `reference_metrics.py`. A call is a `Samples`: the whole responses that one
-data-parallel rank passes to one hook call. `correct` takes the calls that all data-parallel ranks make together.
+data-parallel rank passes to one hook call. `correct` takes the calls of all data-parallel ranks.
 """
 
 import math
@@ -22,7 +22,7 @@ LAGS = [*[0.0] * 6, *[1.0] * 4, *[2.0] * 4, 3.0, math.nan]
 class Samples:
     """Whole responses of one call on one data-parallel rank: three lists of 1-D tensors.
 
-    Each token has a lag, which follows from its log-prob: it is on the same rank, in whatever order samples are.
+    The lag of each token follows from its log-prob, so it does not depend on the rank or the order of samples.
     """
 
     train: list[torch.Tensor]
@@ -31,7 +31,7 @@ class Samples:
 
     @property
     def lags(self) -> list[torch.Tensor]:
-        """Updates since the weights that sampled each token; NaN of some, of which nobody knows."""
+        """Updates since the weights that sampled each token; NaN for some, which are unknown."""
         steps = [(train.float().nan_to_num(0.0, 0.0, 0.0) * 64).round().long() % len(LAGS) for train in self.train]
         return [torch.tensor(LAGS, device=step.device)[step] for step in steps]
 
@@ -56,7 +56,7 @@ class Corrected:
 
 
 def read(samples: Samples, rules: Rules) -> list[Response]:
-    """The responses of one call; whatever dtype comes in, its exact values are judged."""
+    """The responses of one call. The exact values of any dtype are used."""
     return [
         Response(t.double().tolist(), r.double().tolist(), [m != 0 for m in mask.tolist()], lags.tolist(), rules)
         for t, r, mask, lags in zip(samples.train, samples.rollout, samples.masks, samples.lags, strict=True)
@@ -64,7 +64,7 @@ def read(samples: Samples, rules: Rules) -> list[Response]:
 
 
 def mean_weight(responses: Iterable[Response], rules: Rules) -> float:
-    """The normaliser: over tokens for token weights, over sequences otherwise; 1 when nothing counts."""
+    """The normalizer: over tokens for token weights, else over sequences; 1 if nothing counts."""
     counted = []
     for response in responses:
         chosen = response.kept if rules.over == "kept" else response.usable
@@ -74,7 +74,7 @@ def mean_weight(responses: Iterable[Response], rules: Rules) -> float:
 
 
 def survivor_scale(responses: Sequence[Response], *, per_token_loss: bool) -> float:
-    """What makes up for rejected terms that stay in the host's denominator; 1 when nothing is kept."""
+    """The factor for rejected terms that stay in the framework's denominator; 1 if nothing is kept."""
     counts = [(sum(r.masked), sum(r.response)) for r in responses if any(r.response)]
     if not any(kept for kept, _ in counts):
         return 1.0
@@ -89,7 +89,7 @@ def correct(
     *,
     per_token_loss: bool = False,
 ) -> list[Corrected]:
-    """Judge the calls that all data-parallel ranks make together."""
+    """Correct the calls of all data-parallel ranks."""
     rules = keys if isinstance(keys, Rules) else Rules.from_keys(keys)
     ranks = [read(samples, rules) for samples in calls]
     group = [response for responses in ranks for response in responses]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of the float64 judge: each as the host sees it per token, and as one number."""
+"""The metrics of the float64 reference, each per token as for the framework, and as one number."""
 
 import math
 
@@ -21,7 +21,7 @@ SEQUENCE_MISMATCH_NAMES = [
 
 
 class Record:
-    """Metrics of one call, each as the host sees it per token and as one number."""
+    """Metrics of one call, each per token as for the framework, and as one number."""
 
     def __init__(self, responses: list[Response], *, per_token_loss: bool) -> None:
         self.responses, self.per_token_loss = responses, per_token_loss
@@ -29,7 +29,7 @@ class Record:
         self.values: dict[str, float] = {}
 
     def per_token(self, name: str, values: list[list[float]], *, over: str) -> None:
-        """Kind T and R: a mean over the tokens of `over` ("valid" or "response"); the host sees each sequence's."""
+        """Kind T and R: a mean over the tokens of `over` ("valid" or "response"), per sequence for the framework."""
         measured = [getattr(response, over) for response in self.responses]
         chosen = [v for vs, ms in zip(values, measured, strict=True) for v, m in zip(vs, ms, strict=True) if m]
         self.values[f"mis_{name}"] = math.fsum(chosen) / len(chosen) if chosen else math.nan
@@ -52,7 +52,7 @@ class Record:
         self.tokens[f"mis_{name}"] = [[value] * len(response) for response in self.responses]
 
     def _spread(self, name: str, of_sequences: list[float]) -> None:
-        """NaN of a sequence that was not measured becomes the mean of those that were, as the host weighs them."""
+        """NaN of an unmeasured sequence becomes the mean of the measured ones, with the framework's weights."""
         shares = [sum(r.response) if self.per_token_loss else 1 for r in self.responses]
         known = [(v * n, n) for v, n in zip(of_sequences, shares, strict=True) if not math.isnan(v)]
         rest = math.fsum(v for v, _ in known) / sum(n for _, n in known) if known else math.nan
@@ -63,7 +63,7 @@ class Record:
 
 
 def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) -> None:
-    """How far the engines are apart: never touched by weights, gates or vetoes."""
+    """The mismatch of the engines: independent of weights, gates and vetoes."""
     cap = rules.metric_max
     token_values: dict[str, list[list[float]]] = {
         "kl": [[finite(-d) for d in r.d] for r in record.responses],
@@ -120,7 +120,7 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
 
 
 def add_age_metrics(record: Record, group: list[Response], rules: Rules) -> None:
-    """How far the engines are apart on tokens of the trainer's own weights, and on those of older ones."""
+    """The mismatch on tokens of the trainer's own weights, and on tokens of older weights."""
     record.per_token("lag_mean", [r.lags for r in record.responses], over="dated")
     known = [lag for r in group for lag, d in zip(r.lags, r.dated, strict=True) if d]
     record.constant("lag_max", max(known, default=math.nan))
@@ -129,7 +129,7 @@ def add_age_metrics(record: Record, group: list[Response], rules: Rules) -> None
     stale = [[lag > 0 for lag in r.lags] for r in record.responses]
     record.per_token("stale_token_fraction", [[float(s) for s in each] for each in stale], over="valid")
     for age in ("fresh", "stale"):
-        # The others differ by nothing.
+        # Other tokens do not differ.
         own = [
             [d if (lag > 0) == (age == "stale") else 0.0 for d, lag in zip(r.d, r.lags, strict=True)]
             for r in record.responses
@@ -139,7 +139,7 @@ def add_age_metrics(record: Record, group: list[Response], rules: Rules) -> None
 
 
 def add_correction_metrics(record: Record, group: list[Response], scale: float, rules: Rules) -> None:
-    """What the correction did; `scale` multiplies every weight, `group` are the responses of all ranks."""
+    """The effect of the correction; `scale` multiplies every weight, `group` has the responses of all ranks."""
     responses = record.responses
 
     def at_level(name: str, level: str, values: list[list[float]], *, over: str) -> None:

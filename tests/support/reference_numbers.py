@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of the float64 judge: bounded exponentials, means, effective sample sizes."""
+"""The arithmetic of the float64 reference: bounded exponentials, means, effective sample sizes."""
 
 import math
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def log(x: float) -> float:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Mean, 0 of nothing."""
+    """Mean; 0 if empty."""
     values = list(values)
     return math.fsum(values) / len(values) if values else 0.0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One response before the float64 judge: its statistics, what the gates leave of it, its weights."""
+"""One response in the float64 reference: its statistics, the mask after gates, and its weights."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from reference_rules import BOUNDS, LOG_STATISTICS, STATISTICS, Gate, Rules
 
 @dataclass
 class Response:
-    """One response while it is being judged."""
+    """One response during the correction."""
 
     train: list[float]
     rollout: list[float]
@@ -25,7 +25,7 @@ class Response:
         self.valid = [r and math.isfinite(a) and math.isfinite(b) for r, a, b in pairs]
         self.d = [a - b if v else 0.0 for v, (_, a, b) in zip(self.valid, pairs, strict=True)]
         self.valid_d = [d for d, v in zip(self.d, self.valid, strict=True) if v]
-        # What nobody knows is older than anything.
+        # An unknown lag counts as the oldest.
         self.lags = [1e6 if math.isnan(lag) else lag for lag in self.lags]
         self.dated = [v and lag < 1e6 for v, lag in zip(self.valid, self.lags, strict=True)]
         levels = [gate.level for gate in self.rules.gates] + [self.rules.level]
@@ -41,7 +41,7 @@ class Response:
         return len(self.response)
 
     def statistic(self, level: str, name: str = "ratio", *, of: list[bool] | None = None) -> list[float]:
-        """A statistic at a level, once per token; `of` says which tokens count, valid ones by default."""
+        """A statistic at a level, once per token; `of` selects the counted tokens, by default the valid ones."""
         tokens = zip(self.valid, self.d, self.train, self.rollout, strict=True)
         if name == "lag":
             values = [lag if v else 0.0 for v, lag in zip(self.valid, self.lags, strict=True)]
@@ -74,7 +74,7 @@ class Response:
         return runs
 
     def below(self, x: float, bound: float, *, is_log: bool = True) -> bool:
-        """x < log(bound), with a note of how close it was. Bounds of 1 are exact on exact data."""
+        """x < log(bound); records how close it was. Bounds of 1 are exact on exact data."""
         self._note(x, bound, is_log=is_log)
         return x < (log(bound) if is_log else bound)
 
@@ -89,29 +89,29 @@ class Response:
             self.margins.append(abs(x - edge))
 
     def value(self, gate: Gate) -> list[float]:
-        """What a gate compares with its bounds, once per token."""
+        """The value that a gate compares with its bounds, once per token."""
         return self.statistic(gate.level, gate.statistic, of=self.valid)
 
     def sides(self, gate: Gate, values: list[float]) -> tuple[list[bool], list[bool]]:
-        """Per token whether its value is below the band, and whether it is above; of no token it is neither."""
+        """Per token whether its value is below the bounds, and whether it is above; without tokens it is neither."""
         if not any(self.valid):
             return [False] * len(self), [False] * len(self)
         is_log = gate.statistic in LOG_STATISTICS
         pairs = list(zip(values, self.valid, strict=True))
         if gate.statistic == "lag" and gate.level in ("token", "max", "min"):
-            # Whole numbers, which float32 compares exactly.
+            # Integers, which float32 compares exactly.
             return [v and x < gate.low for x, v in pairs], [v and x > gate.high for x, v in pairs]
         too_low = [v and self.below(x, gate.low, is_log=is_log) for x, v in pairs]
         return too_low, [v and self.above(x, gate.high, is_log=is_log) for x, v in pairs]
 
     def outside(self, gate: Gate) -> list[bool]:
-        """Per token whether it, or its sequence, is outside the band; a token without a ratio fails every veto."""
+        """Per token whether it, or its sequence, is outside the bounds. A token without a ratio fails every veto."""
         if gate.is_veto and self.broken:
             return [True] * len(self)
         out = [low or high for low, high in zip(*self.sides(gate, self.value(gate)), strict=True)]
         broken = [segment for segment in self.segments() if not all(self.valid[t] for t in segment)]
         if gate.is_of_segments:
-            # The statistic of such a segment is not known.
+            # The statistic of this segment is unknown.
             out = [gone or any(t in segment for segment in broken) for t, gone in enumerate(out)]
         return out
 
@@ -126,7 +126,7 @@ class Response:
                 self.hits[gate.name] = [(hit and v) or (r and not v) for hit, r, v in seen]
             left = self.masked if gate.action == "reject" else self.weighted
             left[:] = [k and not gone for k, gone in zip(left, self.outside(gate), strict=True)]
-        # What trains.
+        # The trained tokens.
         self.kept = [m and w for m, w in zip(self.masked, self.weighted, strict=True)]
 
     def _weigh(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the float64 judge is told to do: statistics, bounds, gates, and the flat keys with their defaults filled in."""
+"""The settings of the float64 reference: statistics, bounds, gates, and the flat keys with their defaults."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ STATISTICS = LOG_STATISTICS | {
 
 @dataclass(frozen=True)
 class Bound:
-    """What a mode makes of a ratio w between low and high; which edges it has, and whether what is outside leaves."""
+    """The effect of a mode on a ratio w with bounds low and high; its bounds, and whether it rejects values outside."""
 
     weight: Callable[[float, float, float], float]
     edges: str = "none"
@@ -59,11 +59,11 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Gate:
-    """Keep what lies in [low, high] at `level`: token, sequence, geometric, max, min, segment_sum or segment_mean.
+    """Keep values in [low, high] at `level`: token, sequence, geometric, max, min, segment_sum or segment_mean.
 
     Metrics begin with `name`.
 
-    With `action` zero what is outside loses its weight and stays in the mask.
+    With `action` zero, values outside get weight 0 and stay in the mask.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Gate:
 
     @property
     def is_of_segments(self) -> bool:
-        """Each run of generated tokens for itself."""
+        """Each run of generated tokens separately."""
         return self.level.startswith("segment")
 
     @property

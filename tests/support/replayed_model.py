@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small mixture of experts in Megatron-Core, what is replayed in it, and what its routers see.
+"""A small MoE model in Megatron-Core, its replayed routing, and the calls of its routers.
 
 Without Megatron-Core, a test module that imports this one is skipped.
 """
@@ -48,7 +48,7 @@ def tokens(batch: int = 2, length: int = 6, seed: int = 0) -> Tensor:
 
 
 def random_routing(length: int, *, seed: int, layers: int = 2, topk: int = 2, num_experts: int = 8) -> RoutedExperts:
-    """Any experts, for all tokens but the last."""
+    """Any experts, for all tokens except the last."""
     order = torch.rand(length - 1, layers, num_experts, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     return RoutedExperts.from_rows(order[..., :topk], num_tokens=length, num_experts=num_experts)
 
@@ -79,7 +79,7 @@ def chosen(routing_map_TE: Tensor) -> list[set[int]]:
 
 
 def used_experts(seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]], call: int = 0) -> Tensor:
-    """``[T, routers, K]``: what the routers dispatched to in one of their calls, each row ascending."""
+    """``[T, routers, K]``: the experts of the routers in one of their calls, each row ascending."""
     maps = [calls[call][2] for calls in seen.values()]
     return torch.stack([routing_map.nonzero()[:, 1].view(len(routing_map), -1) for routing_map in maps], dim=1)
 
@@ -131,7 +131,7 @@ def train_on(
     before: Tensor | float = 0,
     passes: int = 1,
 ) -> None:
-    """Train on one micro-batch, and on what was scored before the replay."""
+    """Train on one micro-batch, also with a score from before the replay."""
     with replay_routing(model, [padded_routing()]):
         loss = (scorer(model) + before).sum()
         for _ in range(passes):

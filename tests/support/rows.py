@@ -10,11 +10,10 @@ import pytest
 
 
 def for_each(names: str, rows: Iterable[Any]) -> Callable[[Callable], Callable]:
-    """``pytest.mark.parametrize`` as one test, where rows are many, each quicker than what pytest does for a test.
+    """``pytest.mark.parametrize`` as one test, for many rows that are each faster than pytest's overhead per test.
 
-    All rows are tested; the test fails with the first error, and prints the rows that failed. What
-    fixtures give is the same for all rows, so a test that writes into one of them is not for this. Nothing may be
-    skipped in a row.
+    All rows are tested. The test fails with the first error, and prints the failed rows. All rows share fixture values,
+    so do not use it for a test that changes one. A row must not be skipped.
     """
     keys, listed = [name.strip() for name in names.split(",")], [*rows]
     assert listed, f"no row of {names}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn cases for ``mis_ext.scoring``, and what float64 says of them."""
+"""Drawn cases for ``mis_ext.scoring``, and their float64 reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mis_ext.scoring import KeptColumns, score_tokens
 
 
 class Case(NamedTuple):
-    """Logits, what is asked of them, and the gradients that come in."""
+    """Logits, arguments, and incoming gradients."""
 
     logits: Tensor
     token_T: Tensor
@@ -82,7 +82,7 @@ def drawn(
 
 
 def answered(case: Case, *, inplace: bool = False, **more: Any) -> Answer:
-    """What is tested."""
+    """The tested function."""
     leaf = case.logits.clone(memory_format=torch.preserve_format).requires_grad_()
     if not case.logits.is_contiguous():
         # A clone of a slice is dense: with the strides of the original again.
@@ -97,7 +97,7 @@ def answered(case: Case, *, inplace: bool = False, **more: Any) -> Answer:
 
 
 def judged(case: Case) -> Answer:
-    """The same in float64, with a softmax as it is written in a textbook."""
+    """The same in float64, with the textbook softmax."""
     leaf = case.logits.double().detach().requires_grad_()
     rows_NV = leaf.reshape(-1, leaf.shape[-1])[:, : case.keys.get("vocab_size")] / case.keys.get("temperature", 1.0)
     row_T = case.keys.get("row_T")
@@ -119,8 +119,8 @@ def judged(case: Case) -> Answer:
 def assert_near(case: Case, found: Answer, wanted: Answer) -> None:
     """Within a few roundings of float32, and for the gradient one to the dtype of the logits.
 
-    A difference of two logits is off by half a unit in its last place, and so is its product with the inverse
-    temperature: what is off grows with the spread of the logits.
+    A difference of two logits has an error of half a unit in its last place, and so has its product with the inverse
+    temperature. The error grows with the spread of the logits.
     """
     if len(case.token_T) == 0:
         assert found.log_prob_T.shape == (0,)
@@ -136,7 +136,8 @@ def assert_near(case: Case, found: Answer, wanted: Answer) -> None:
         assert found.entropy_T is None
     else:
         torch.testing.assert_close(found.entropy_T.double(), wanted.entropy_T, rtol=4 * unit, atol=near)
-    # Of its own factor each slope is off by as many units as the exponent is large; an entropy's by as much again.
+    # Each slope has an error of as many units of its own factor as the size of the exponent; for an entropy, twice
+    # that.
     largest = float(case.grad_T.abs().max()) + float(
         0 if case.entropy_grad_T is None else case.entropy_grad_T.abs().max()
     )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many examples a property draws."""
+"""The number of examples of a property."""
 
 from hypothesis import HealthCheck, settings
 
 
 def searching(percent: int) -> settings:
-    """Other examples in every run: a part of what the profile draws, 100 in the test command and 200 in CI.
+    """Different examples in every run: a part of the profile's number, 100 in the test command and 200 in CI.
 
     A failure prints its example, and pytest at its end the seed that draws it again (``conftest.py``).
     """

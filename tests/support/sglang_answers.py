@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server answers to a request, after a response of SGLang 0.5.23 as it came."""
+"""Responses of a server, based on a recorded response of SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiny_tokenizers import encode_bytewise, english_tokenizer
 TOKENIZER = english_tokenizer()
 END = TOKENIZER.eos_token_id
 
-# A response of SGLang 0.5.23 to input_ids [5, 6, 7], as it came.
+# A recorded response of SGLang 0.5.23 to input_ids [5, 6, 7].
 GENUINE = {
     "text": ' today"}}\n    ',
     "output_ids": [470, 510, 305, 305],
@@ -59,7 +59,7 @@ def answer(request, ids, reason, *, version="7"):
 
 
 def stopped(request, text, *, ids=None, version="7"):
-    """A turn that the model ended, by default in bytes: never the tokens that its text is split into."""
+    """A turn that the model ended, by default in bytes, which never equal the tokenization of its text."""
     ids = [*(encode_bytewise(TOKENIZER, text) if ids is None else ids), END]
     return answer(request, ids, {"type": "stop", "matched": END}, version=version)
 

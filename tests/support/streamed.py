@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Event = dict[str, Any]
-# How a chunk names its request, and what it is.
+# The name of the request in a chunk, and the type of the chunk.
 _NAMES = {"chat.completion": "chat.completion.chunk", "text_completion": "text_completion"}
 _COLUMNS = ("content", "tokens", "token_logprobs", "text_offset", "top_logprobs")
 
@@ -91,7 +91,7 @@ def _tool_parts(choice: dict[str, Any], rng: random.Random) -> list[Event]:
 
 
 def generate_events(response: dict[str, Any]) -> list[Event]:
-    """Of SGLang's ``/generate``: each has all that came before."""
+    """Chunks of SGLang's ``/generate``: each contains all earlier ones."""
     events = []
     for count in range(1, len(response["output_ids"])):
         event = copy.deepcopy(response)
@@ -104,7 +104,7 @@ def generate_events(response: dict[str, Any]) -> list[Event]:
 
 
 def pieces_of(events: list[Event]) -> list[Event]:
-    """As a server with --incremental-streaming-output sends them: counts of all, and what is new."""
+    """Chunks of a server with --incremental-streaming-output: total counts, and only new content."""
     cut = copy.deepcopy(events)
     for before, event in zip(events, cut[1:], strict=False):
         count = len(before["output_ids"])

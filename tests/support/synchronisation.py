@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorder of what would make the host wait for the device, and a batch after which the guards look no more.
+"""A recorder of device synchronizations, and a batch after which the guards stop.
 
-On a CPU nothing stalls, so a dispatch mode follows the inputs and all that is computed from them, and forbids the
-operations that would stall a GPU there: those whose result, or whose shape, the host must read. Index tensors that come
-from Python lengths stay on the host and may be read.
+On a CPU nothing stalls, so a dispatch mode tracks the inputs and all results from them, and forbids operations that
+would stall a GPU: those whose result or shape the CPU must read. Index tensors from Python lengths stay on the CPU and
+may be read.
 """
 
 from contextlib import contextmanager
@@ -34,12 +34,12 @@ FORBIDDEN = {
 }
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 READERS = ["cpu", "tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__"]
-# On a CPU, where nobody waits, the guards look at every call until they have seen this much.
+# On a CPU there is no wait, so the guards check every call until they have seen this much.
 ENOUGH = random_samples([5, 1, 200, 3], seed=81)
 
 
 class Recorder(TorchDispatchMode):
-    """Counts the operations on the inputs and what follows from them; refuses the ones that synchronise."""
+    """Counts the operations on the inputs and results from them; raises an error for those that synchronize."""
 
     def __init__(self, *inputs: torch.Tensor) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as threads of one process: what each of them returned or raised, and whether one waited in vain.
+"""Ranks as threads of one process: the results or errors of each, and whether one waited in vain.
 
-Only one of them runs at a time: Triton's interpreter knows no threads.
+Only one runs at a time, because Triton's interpreter does not support threads.
 """
 
 import threading
@@ -18,13 +18,13 @@ import torch
 from mis_ext.hosts.groups import Groups
 
 PATIENCE = 150.0
-"""Seconds that a rank waits for the others, one of which may compile on a busy machine; who waits longer would hang."""
+"""Seconds that a rank waits for other ranks, which may compile on a busy machine. A longer wait counts as a hang."""
 
 _here = threading.local()
 
 
 class Meeting:
-    """Where the threads of one group exchange tensors of one shape and dtype, or other objects."""
+    """A meeting at which the threads of one group exchange tensors of one shape and dtype, or other objects."""
 
     def __init__(self, size: int, baton: threading.Lock) -> None:
         self.size, self._baton = size, baton
@@ -32,7 +32,7 @@ class Meeting:
         self._given: dict[tuple[int, int], Any] = {}
 
     def exchange(self, rank: int, turn: int, given: Any) -> list[Any]:
-        """What all ranks gave, in rank order."""
+        """The values of all ranks, in rank order."""
         self._given[turn, rank] = given
         self._baton.release()
         try:
@@ -65,7 +65,7 @@ class ThreadGroup:
         return SimpleNamespace(wait=lambda: True)
 
     def exchange(self, given: Any) -> list[Any]:
-        """What the ranks of this group gave."""
+        """The values of the ranks of this group."""
         self.turn += 1
         return self._meeting.exchange(self._rank, self.turn, given)
 
@@ -87,7 +87,7 @@ class Rank:
 
     @property
     def parallel_state(self) -> SimpleNamespace:
-        """As Miles passes it."""
+        """In the format of Miles."""
         g = self.groups
         cp = SimpleNamespace(rank=g.cp_rank, size=g.cp_size, group=g.cp_group)
         return SimpleNamespace(cp=cp, intra_dp=SimpleNamespace(rank=g.dp_rank, size=g.dp_size, group=g.dp_group))
@@ -104,7 +104,7 @@ def current_rank() -> int:
 
 
 def run_ranks(function: Callable[[Rank], Any], *, cp_size: int = 1, dp_size: int = 1) -> list[Any]:
-    """What ``function`` returned or raised on each rank; context-parallel ranks are neighbours."""
+    """The result or error of ``function`` on each rank; context-parallel ranks are neighbors."""
     baton = threading.Lock()
     of_dp = [Meeting(cp_size, baton) for _ in range(dp_size)]
     of_cp = [Meeting(dp_size, baton) for _ in range(cp_size)]

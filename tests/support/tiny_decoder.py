@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder whose every number is the same in any layout, packed, padded, prefilled or decoded."""
+"""A decoder with bitwise equal results in any layout: packed, padded, prefilled or decoded."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ HIDDEN, FFN, VOCABULARY = 8, 12, 11
 
 
 class RowLinear(nn.Module):
-    """A linear layer that sums each row by itself: the same bits in any batch."""
+    """A linear layer that sums each row separately: bitwise equal in any batch."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Norm(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """Causal attention, a token at a time, over keys and values that stay from call to call."""
+    """Causal attention, one token at a time, over keys and values that are kept between calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def packed(sequences: list[list[int]] = SEQUENCES) -> tuple[Tensor, Rows]:
 
 
 def recording_of(model: TinyDecoder, *batches: tuple[Tensor, Rows], **options: object) -> Recording:
-    """What the model computes in these forwards, one after the other."""
+    """The outputs of these forwards, one after the other."""
     model.forget()
     with torch.no_grad(), record(model, **options) as recorder:
         for ids, rows in batches:

@@ -10,7 +10,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    # Five times the usual, so that the distributions are far from uniform.
+    # Five times the usual value, so that the distributions are far from uniform.
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
     "bos_token_id": None,

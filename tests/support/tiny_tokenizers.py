@@ -83,7 +83,7 @@ _CHATML = """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
 KEEP_REASONING = _CHATML.replace("STRIP_REASONING", "false")
-"""ChatML: every message is rendered as it stands; ``tool_calls`` are rendered again from their arguments."""
+"""ChatML: every message is rendered unchanged; ``tool_calls`` are rendered again from their arguments."""
 
 STRIP_REASONING = _CHATML.replace("STRIP_REASONING", "true")
 """ChatML as Qwen3 renders it: assistant turns before the last user message lose what ends with ``</think>``."""
@@ -174,7 +174,7 @@ def _train_multibyte() -> Tokenizer:
     all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", *all_bytes], show_progress=False)
     tokenizer.train_from_iterator([MULTIBYTE_TEXT] * 2, trainer)
-    # What the trainer calls special would be left out of a decoded text; bytes are no special tokens.
+    # Special tokens would be omitted from a decoded text; bytes are not special tokens.
     plain = models.BPE(**_vocabulary_and_merges(tokenizer), byte_fallback=True, fuse_unk=True, unk_token="<unk>")
     rebuilt = Tokenizer(plain)
     rebuilt.normalizer, rebuilt.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer

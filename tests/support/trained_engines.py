@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small transformer, trained on a made-up language, as trainer and as engine: what differs between them is planted.
+"""A small transformer, trained on an artificial language, as trainer and engine with planted differences.
 
 Two models of one shape are trained once in a session: dense, and with experts. Tokens are sampled by the model itself,
 one after the other, with a cache of keys and values.
@@ -61,7 +61,7 @@ class Model:
     """One side: its weights, and how it computes with them.
 
     Attributes:
-        slopes: What each head subtracts per token of distance.
+        slopes: The value that each head subtracts per token of distance.
         late: From this position on, distances count ``late_factor`` times.
         cache_dtype: Of keys and values.
         routing_noise: Of the router's logits.

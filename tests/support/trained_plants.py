@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causes of a mismatch, each planted in what the transformer of `tests/support/trained_engines.py` samples.
+"""Causes of a mismatch, each planted in samples of the transformer of `tests/support/trained_engines.py`.
 
 The engine computes in bfloat16, the trainer in float32: kernels alone give a k3 of 8e-5. Changes are applied in the
-order of the tables below, which is that of an engine: weights, kernels, sampler, and then what it returns.
+order of the tables below, which is that of an engine: weights, kernels, sampler, and then the returned log-probs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mis_ext.tools.report import Collector, Origin, Part
 COUNT, LENGTH = 64, 160
 NUM_STEPS, NUM_MOVED, PADDING = 6, 8, 16
 EXPERTS = "mixture of experts"
-"""Its experts differ where kernels do: nothing else is planted."""
+"""Its experts differ because kernels differ; nothing else is planted."""
 
 
 @cache
@@ -39,7 +39,7 @@ def moved(*, experts: bool, seed: int) -> list[Weights]:
 
 
 class Sides(NamedTuple):
-    """Log-probs of the trainer and of the engine, and of each sample its step and how old its weights are."""
+    """Log-probs of trainer and engine, and the step and weight lag of each sample."""
 
     trainer: list[Tensor]
     engine: list[Tensor]
@@ -47,7 +47,7 @@ class Sides(NamedTuple):
     versions_behind: Sequence[float] = (math.nan,) * COUNT
 
     def collected(self) -> Collector:
-        """What the report knows of them."""
+        """The evidence of the report for them."""
         collector = Collector()
         for step in dict.fromkeys(self.steps):
             chosen = [number for number, each in enumerate(self.steps) if each == step]
@@ -59,13 +59,13 @@ class Sides(NamedTuple):
 
 @dataclass(frozen=True)
 class Pair:
-    """Both engines, what samples from the logits, and what the trainer sees before a response.
+    """Both engines, the sampler, and the context of the trainer before a response.
 
     Attributes:
         trainers: Each scores as many samples.
         prefill: The engine of the prompt and of ``old`` tokens; None: the same.
         sampler: Changes of the logits, which see the tokens before.
-        seen: From the prompt to what the trainer sees in its place.
+        seen: Maps the prompt to the trainer's context.
         steps: Whether the samples of each trainer are a step.
         versions_behind: Of each trainer, where versions are recorded.
     """
@@ -84,7 +84,7 @@ class Pair:
         return self.engine.weights
 
     def with_engine(self, change: Callable[[Model], Model]) -> Pair:
-        """A change of everything that the engine computes."""
+        """A change of all computations of the engine."""
         prefill = None if self.prefill is None else change(self.prefill)
         return replace(self, engine=change(self.engine), prefill=prefill)
 
@@ -214,7 +214,7 @@ def padded(pair: Pair) -> Pair:
     return pair.with_trainer(lambda each: replace(each, weights=padded_head(each.weights)))
 
 
-# --- what the trainer sees
+# --- the context of the trainer
 
 
 def _seen(seen: Callable[[Tensor, torch.Generator], Tensor]) -> Callable[[Pair], Pair]:
@@ -267,7 +267,7 @@ def _min_p(logits: Tensor, _: Tensor) -> Tensor:
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(0.05), -math.inf)
 
 
-# --- what the engine returns
+# --- the log-probs that the engine returns
 
 
 def _engine(change: Callable[[int, Tensor], Tensor]) -> Callable[[Sides], Sides]:
@@ -305,10 +305,10 @@ class Plant(NamedTuple, Generic[_Changed]):
     """A cause as it is planted.
 
     Attributes:
-        cause: Its name in the table; empty where log-probs alone do not tell it from others.
-        change: What is planted.
-        words: What a finding calls it that could not be told from it.
-        is_part: Whether it is an error of some tokens, which are taken out.
+        cause: Its name in the table; empty if log-probs alone do not identify it.
+        change: The planted change.
+        words: Its name as an alternative in findings with the same evidence.
+        is_part: Whether it is an error of some tokens, which are removed.
     """
 
     cause: str
@@ -361,7 +361,7 @@ IN_LOG_PROBS: dict[str, Plant[Sides]] = {
     "4 placeholders": Plant("placeholder_log_probs", _engine(_placeholders), is_part=True),
 }
 OF_ALL = ("all shifted", "base 2", "the trainer's to base 10", "negated")
-"""Errors of all log-probs: when one is found, nothing else is looked for."""
+"""Errors of all log-probs. If one is found, the search ends."""
 PLANTS: dict[str, Plant[Pair] | Plant[Sides] | Plant[None]] = {
     **IN_ENGINES,
     EXPERTS: Plant("expert_routing", lambda nothing: nothing, "a mixture of experts"),
@@ -388,5 +388,5 @@ def sides_of(*names: str, seed: int = 0) -> Sides:
 
 @cache
 def collected(*names: str, seed: int = 0) -> Collector:
-    """What the report knows of them."""
+    """The evidence of the report for them."""
     return sides_of(*names, seed=seed).collected()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the Triton kernels run in the tests: on a GPU if there is one, else in Triton's interpreter."""
+"""The device of Triton kernels in the tests: a GPU if there is one, else Triton's interpreter."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from mis_ext.scoring.backend import triton_obstacle
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 OBSTACLE = triton_obstacle(DEVICE.type)
-"""Why they cannot run, or None."""
+"""Why the kernels cannot run, or None."""
 MARKS = [
     pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)),
     # NumPy, in which the interpreter computes, warns of every NaN.
@@ -20,9 +20,9 @@ MARKS = [
 ]
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-"""Half the distance between neighbours, relative: what one rounding may cost."""
+"""Half the relative distance between neighboring numbers: the error of one rounding."""
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-# Of equal bits: the interpreter computes each dtype by the same code.
+# Bitwise equal: the interpreter computes each dtype with the same code.
 each_dtype_of_a_gpu = pytest.mark.parametrize("dtype", DTYPES if HAS_GPU else DTYPES[:1], ids=lambda x: str(x)[6:])
 
 

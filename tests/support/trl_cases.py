@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of TRL's ``GRPOTrainer``, and the keys with which ours is the same."""
+"""Settings of TRL's ``GRPOTrainer``, and our keys for an equal loss."""
 
 from flat_keys import keys_of
 
@@ -46,7 +46,7 @@ RATIOS = {
         _weight("sequence", "unbounded", {"reduce": "sum", "high": 3.0}),
     ),
 }
-"""TRL's correction, and keys of ours, whose weights take the place of its ratio."""
+"""TRL's correction, and our keys, whose weights replace its ratio."""
 
 _KL = {"beta": 0.1, "use_bias_correction_kl": False}
 _PPO = {"mis_loss_method": "ppo"}
@@ -117,13 +117,13 @@ WHOLE = {
 """Settings of TRL's own loss; keys of ours; settings of the trainer with which ours runs."""
 
 STEPS = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_completion_length": 12}
-"""What says how a loss is divided."""
+"""The settings of the loss denominator."""
 UNSCORED = 3
 """The token of the first row whose log-prob the engine did not return, in the batch ``close``."""
 
 
 def faults_of_steps(steps: dict) -> list[str]:
-    """Where real steps of TRL with ours do not have the gradients of its own correction, or those of none."""
+    """Real steps of TRL in which our gradients differ from those of its own correction, or of no correction."""
     norms = {name: logged["grad_norm"] for name, logged in steps.items()}
     own = norms["TRL's own"]
     apart = {name: [abs(a / b - 1.0) for a, b in zip(found, own, strict=True)] for name, found in norms.items()}
@@ -131,7 +131,7 @@ def faults_of_steps(steps: dict) -> list[str]:
     faults = [f"{name}: {apart[name]}" for name in ("our ratio", "our whole loss") if not max(apart[name]) < 1e-5]
     if not max(apart["no correction"]) > 1e-3:
         faults.append(f"no correction: {apart['no correction']}")
-    # The correction is computed once a rollout, which has two steps; the whole loss measures in each.
+    # The correction is computed once per rollout, which has two steps; the full loss measures in each step.
     for name, key, times in (("our ratio", "mis_k3_kl", 2), ("our whole loss", "mis_loss/pg_loss", 4)):
         if len(steps[name].get(key, [])) != times:
             faults.append(f"{name}: {key} is not {times} times in TRL's log")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches, options and losses with which verl's own code is compared with ours."""
+"""Batches, options and losses to compare verl's own code with ours."""
 
 import torch
 
@@ -45,7 +45,7 @@ OPTIONS = {
     },
     "bypass ignores the weight": {"rollout_is": "token", "bypass_mode": True, "loss_type": "ppo_clip"},
 }
-"""verl's options beside its presets."""
+"""verl's options in addition to its presets."""
 
 SEQUENCE = "seq-mean-token-mean"
 LOSSES = {
@@ -101,14 +101,14 @@ LOSSES |= {
     for name in OF_SEQUENCES
     for words, mode in (("tokens", "token-mean"), ("sequence sums", "seq-mean-token-sum"))
 }
-"""By name, of which the first word is verl's: its settings, our keys, how it aggregates."""
+"""By name, whose first word is verl's name: its settings, our keys, and its aggregation."""
 
 OF_BYPASS = ("dppo_tv", "dppo_kl", "gpg", "dro")
 """Methods whose ratio is current / behavior: verl's old log-probs are those of the behavior policy."""
 DIVIDES_BY_ROWS = ("geo_mean",)
 """verl divides by all rows of the micro-batch, also by empty ones, and not by those of the whole batch."""
 GLOBAL = {"dp_size": 2, "batch_num_tokens": 100, "global_batch_size": 14, "loss_scale_factor": 20}
-"""What verl's engines say of the whole batch."""
+"""Data of verl's engines for the whole batch."""
 
 
 def batches() -> dict[str, dict[str, torch.Tensor]]:

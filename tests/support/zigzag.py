@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which response tokens a context-parallel rank holds, decided position by position from the host contract."""
+"""The response tokens of a context-parallel rank, by position, from the interface of the frameworks."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 
 
 def owner(position: int, *, length: int, cp_size: int, partition: str) -> int:
-    """The rank that owns a position of a sequence that is laid out over `length` positions."""
+    """The rank that owns a position of a sequence with a layout of `length` positions."""
     if partition == "contiguous":
         return position // math.ceil(length / cp_size)
     chunk = position // math.ceil(length / (2 * cp_size))
@@ -24,7 +24,7 @@ def local_tokens(
     partition: str = "zigzag",
     padded_length: int | None = None,
 ) -> list[int]:
-    """Indices into the response whose log-prob lies on `cp_rank`: logits sit one position before their token."""
+    """Indices of response tokens whose log-prob is on `cp_rank`. Logits are one position before their token."""
     length = total_length if padded_length is None else padded_length
     prompt_length = total_length - response_length
     return [
