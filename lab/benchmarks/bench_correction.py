@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a correction costs per micro-batch: mis_ext eager and compiled, and the loop that users run today.
+"""The cost of a correction per micro-batch: mis_ext eager and compiled, and the loop that users run today.
 
     python lab/benchmarks/bench_correction.py [--device cuda] [--shapes 8x2048 64x8192] [--metrics all] [--json FILE]
     torchrun --standalone --nproc-per-node 2 lab/benchmarks/bench_correction.py --cp 2
@@ -7,7 +7,7 @@
 Markdown tables go to stdout, progress to stderr. All contenders get the same inputs in the same run, and each must
 first equal the judges of the tests (float64, smaller inputs of the same shape); a wrong one ends the run.
 
-- ``eager``, ``compiled``: the hook of mis_ext as the hosts call it, with ``mis_compile: false`` or ``true``; with
+- ``eager``, ``compiled``: the hook of mis_ext as the frameworks call it, with ``mis_compile: false`` or ``true``; with
   lengths it has seen (*same*: what it caches per layout is there) and with lengths that no call has had before (*new*,
   as in training). Verified against ``tests/support/reference.py``; on the full inputs two runs give the same bits, and
   compiled equals eager.

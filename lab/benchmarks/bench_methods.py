@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each preset costs: from packed log-probs and advantages to the coefficient and the loss of each token.
+"""The cost of each preset, from packed log-probs and advantages to the coefficient and the loss of each token.
 
     python lab/benchmarks/bench_methods.py [--device cuda] [--shape 64x2048] [--presets ppo gspo] [--compiled]
         [--json FILE]
 
 Prints Markdown. Each call has lengths that no call has had before, as in training. Times are from the call until the
 device is idle, medians. *Launches* and *waits* are of one call of the profiler, on a CPU ATen operations and reads of a
-value, which cannot be counted in what is compiled; *of few* are the launches with an eighth of the samples.
+value, which cannot be counted in compiled code; *of few* are the launches with an eighth of the samples.
 """
 
 from __future__ import annotations

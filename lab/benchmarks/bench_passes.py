@@ -136,7 +136,7 @@ def _median(runs: list[tuple[dict, dict, int | None]]) -> tuple[dict, dict, int 
 
 
 def main() -> None:
-    """Measure all three, each in a process of its own, and compare."""
+    """Measure all three, each in its own process, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", help="checkout of the revision to compare with")
     parser.add_argument("--device", default="cuda", choices=SHAPES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the whole policy loss costs after the log-probs: mis_ext.policy_loss, and the hosts' loop over samples per name.
+"""The cost of the full policy loss after the log-probs: mis_ext.policy_loss, and the frameworks' loop over samples.
 
     python lab/benchmarks/bench_policy_loss.py [--device cuda] [--shape 64x2048] [--metrics all] [--json FILE]
 
@@ -72,7 +72,7 @@ Call = Callable[[dict[str, Any]], Any]
 
 
 def host_args(keys: dict[str, Any], **more: Any) -> argparse.Namespace:
-    """The hosts' arguments: PPO with entropy and a k3 penalty, and a correction."""
+    """The frameworks' arguments: PPO with entropy and a k3 penalty, and a correction."""
     settings = {
         "advantage_estimator": "grpo",
         "calculate_per_token_loss": False,
@@ -104,7 +104,7 @@ def ours(args: argparse.Namespace, item: dict[str, Any], *, metrics: frozenset[s
 
 
 def run(loss_of: Call, item: dict[str, Any]) -> tuple:
-    """Loss, gradients, and the metrics as the hosts' wrapper puts them together."""
+    """Loss, gradients, and the metrics as the frameworks' wrapper joins them."""
     loss, metrics = loss_of(item)
     gradients = torch.autograd.grad(loss, [*item["current"], *item["entropy"]], materialize_grads=True)
     return loss, gradients, metrics, torch.tensor([0, *metrics.values()], device=loss.device)
@@ -165,7 +165,7 @@ class Inputs:
 
 
 def contenders(keys: dict[str, Any]) -> dict[str, Call]:
-    """What is measured, by name."""
+    """The measured functions, by name."""
     args = host_args(keys)
     args_of = partial(host_args, keys)
     return {

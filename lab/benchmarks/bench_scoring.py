@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the whole loss costs from the logits on: in slime's and Miles' own code, and the scoring beside others' kernels.
+"""The cost of the full loss from the logits on in slime's and Miles' own code, and of scoring with several kernels.
 
     python lab/benchmarks/bench_scoring.py --miles ~/miles --slime ~/slime [--parts A,B] [--json FILE]
 
-The hosts' code is not part of this repository: the two folders are checkouts of it, and megatron-core must be
-installed. ray alone is a stand-in. First checks, then times; prints Markdown. ``--json`` is written after every row, so
-that nothing is lost by what fails later; parts and problems that it has from another run are kept. ``--show`` prints
+The code of slime and Miles is not part of this repository: the two folders are checkouts of it, and megatron-core must
+be installed. ray alone is a stand-in. First checks, then times; prints Markdown. ``--json`` is written after every row,
+so that nothing is lost by what fails later; parts and problems that it has from another run are kept. ``--show`` prints
 the tables of such a file.
 
 - **A**: the hosts' real ``loss_function``, forward and backward, new lengths at every call; PPO clip, entropy and a k3
@@ -96,7 +96,7 @@ class Record:
             self.parts = json.loads(file.read_text())
 
     def begin(self, name: str, header: dict[str, str], problems: list[str]) -> None:
-        """Forget what is measured again."""
+        """Remove results that are measured again."""
         kept = [row for row in self.parts.get(name, []) if name == "A" and row["problem"] not in problems]
         self.parts[name] = kept
         self.parts.setdefault("headers", {})[name] = header

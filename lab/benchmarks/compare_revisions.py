@@ -109,7 +109,7 @@ class Revision:
         return {name: sys.modules.pop(name) for name in names}
 
     def seconds(self, call: Call, world: World) -> tuple[float, float]:
-        """Of one call: until the device is idle, and until the call returns."""
+        """Times of one call: until the device is idle, and until the call returns."""
         self.enter()
         world.barrier()
         start = time.perf_counter()
@@ -225,7 +225,7 @@ def _start(folder: Path, file: Path, capability: str, options: argparse.Namespac
     if not capability:
         del environment["ATEN_CPU_CAPABILITY"]
     command = [sys.executable, OUTPUTS, file, "--seed", options.seed, "--device", options.device or "cpu"]
-    # What the commands print, only once.
+    # The output of the commands, only once.
     parts = [part for part in options.parts or PARTS if part != "documents" or capability == options.capabilities[-1]]
     command += ["--parts", *[part for part in parts if capability or part not in OF_A_CPU]]
     return subprocess.Popen([*map(str, command)], env=environment)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user pays per micro-batch: the hook, and the host's reduction of the metrics that it returns.
+"""The cost per micro-batch for a user: the hook, and the framework's reduction of the metrics that it returns.
 
     python lab/benchmarks/cost_of_metrics.py [--device cuda] [--samples 64] [--length 2048]
     OMP_NUM_THREADS=1 python lab/benchmarks/cost_of_metrics.py --samples 8 --length 512
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def _contenders(batch: dict[str, object]) -> dict[str, Callable[[], Callable[[], dict[str, torch.Tensor]]]]:
-    """By name what makes a call; what is in its making is not timed."""
+    """Functions that make a call, by name; making it is not timed."""
     keys = {key: value for key, value in GATED_MIS.items() if not key.startswith("mis_")}
 
     def of_example() -> Callable[[], dict[str, torch.Tensor]]:
@@ -138,7 +138,7 @@ def _make_batch(device: torch.device, *, samples: int, mean_length: int) -> dict
 
 
 def _host_reduction(metrics: dict[str, torch.Tensor], loss_masks: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor of the hosts' sums of per-sample means, one per name."""
+    """One tensor of the frameworks' sums of per-sample means, one per name."""
     lengths = [len(mask) for mask in loss_masks]
     denominators = [mask.sum() for mask in loss_masks]
     values = [

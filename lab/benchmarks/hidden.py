@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to score tokens from hidden states, and how exact it is: ours beside every kernel that others have.
+"""Cost and accuracy of scoring tokens from hidden states: ours, and every kernel of other projects.
 
     python lab/benchmarks/hidden.py --anchors FOLDER [--shapes T:H:V ...] [--exact T:H:V ...] [--json FILE]
 
@@ -117,11 +117,11 @@ def drawn(shape: str, *, device: torch.device, seed: int) -> Problem:
     return Problem(*leaves, token_T, slope_T, of_entropy_T, advantages_S)
 
 
-# What is compared
+# The compared functions
 
 
 def ways(anchors: Path | None, device: torch.device) -> Iterator[Way | Row]:
-    """All of it; a row with the reason in the place of what is not here."""
+    """All rows; a missing contender has a row with the reason."""
     yield Way("four bare matrix products", _products, "none", "no log-prob, no gradient of a loss")
     yield Way("mis_ext.score_hidden", partial(_score_hidden, "gradient"), "both")
     yield Way("mis_ext.score_hidden, entropy logged", partial(_score_hidden, "value"), "log-prob", "entropy: a value")
@@ -203,7 +203,7 @@ def from_checkout(folder: Path | None, name: str, module: str, *stand_ins: str) 
         folder: Where its first package lies.
         name: The checkout, for the message.
         module: What is imported.
-        stand_ins: Modules that it imports for what is not called here.
+        stand_ins: Modules that it imports for functions that are not called here.
     """
     if folder is None or not folder.is_dir():
         raise ValueError(f"no checkout {name}")
@@ -353,7 +353,7 @@ class Record:
             self._file.write_text(json.dumps({"header": self.header, "rows": self.rows}, indent=1))
 
 
-# What it costs
+# The cost
 
 
 def part_cost(shape: str, found: list[Way | Row], world: World, options: argparse.Namespace, record: Record) -> None:
@@ -392,7 +392,7 @@ def _begun(part: str, shape: str, way: Way | Row, options: argparse.Namespace) -
 
 
 def _first_calls(way: Way, problem: Problem, world: World) -> Row:
-    """What compiles compiles in the first one; the peak is of the second."""
+    """Compilation is in the first pass; the peak is that of the second pass."""
     _timed(way, problem, world)
     if world.device.type != "cuda":
         return {"peak_bytes": None}
@@ -573,7 +573,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def is_chosen(name: str, options: argparse.Namespace) -> bool:
-    """The products are what the others are measured by."""
+    """The matmuls alone, as the baseline."""
     if any(word in name for word in options.without):
         return False
     return options.ways is None or name.startswith("four") or any(word in name for word in options.ways)

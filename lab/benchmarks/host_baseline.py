@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users run today: the behaviour of the hosts' reference example as a loop over samples, in float32.
+"""The present code of users: the behavior of the frameworks' reference example as a loop over samples, in float32.
 
 Same signature as ``mis_ext.compute_mis_weights_with_cp``. One sample after the other goes through a few dozen small
 kernels, and Python looks at the device whenever it has to decide: whether a token vetoes the sequence, and whether
@@ -58,7 +58,7 @@ def compute_mis_weights_with_cp(
     response_lengths: Sequence[int],
     **kwargs: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Weighted loss, masks of whole responses, and metrics of the local tokens, as the hosts expect them."""
+    """Weighted loss, masks of whole responses, and metrics of the local tokens, as the frameworks expect them."""
     cp = getattr(kwargs.get("parallel_state"), "cp", None)
     if cp is None or cp.size == 1:
         pieces = None

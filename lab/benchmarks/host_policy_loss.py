@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What slime and Miles do after the log-probs, in this repository's words: a loop over samples for every name.
+"""The computation of slime and Miles after the log-probs, written again: a loop over samples for every metric.
 
-Written from their behaviour, for timing beside ``mis_ext.policy_loss`` on equal inputs, which both must then answer
-alike; the hosts' own functions were compared with ours in ``lab/peers/host_losses/record.py``.
+Written from their behavior, for a timing comparison with ``mis_ext.policy_loss`` on equal inputs, where both must give
+equal results. ``lab/peers/host_losses/record.py`` compares the frameworks' own functions with ours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Hook = Callable[..., tuple[Tensor, list[Tensor], dict[str, Tensor]]]
 
 
 def sum_of_sample_means(values: Tensor, masks: list[Tensor], divisors: Tensor) -> Tensor:
-    """The hosts' reducer."""
+    """The frameworks' reducer."""
     lengths = [len(mask) for mask in masks]
     means = [
         (sample * mask).sum() / torch.clamp_min(divisor, 1)

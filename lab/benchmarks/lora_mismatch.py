@@ -169,7 +169,7 @@ def measure(engine: Any, prompts: list[list[int]], tokens: int, *, score: Any, l
 
 
 def scorer(model: Any) -> Any:
-    """Log-probs of all tokens but the first, as the trainer has them: float32 logits of its own dtype."""
+    """The trainer's log-probs of all tokens except the first: float32 logits of its own dtype."""
 
     @torch.no_grad()
     def score(ids: torch.Tensor) -> torch.Tensor:

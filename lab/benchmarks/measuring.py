@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one call costs: time, launches, synchronisations, memory, collectives, bytes."""
+"""The cost of one call: time, launches, synchronizations, memory, collectives, bytes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _one_call(call: Call, item: Item, world: World) -> tuple[float, float]:
 
 
 class Footprint(NamedTuple):
-    """Bytes: of scratch memory (None where nobody counts them), and of inputs and outputs."""
+    """Bytes of scratch memory (None if not counted), and of inputs and outputs."""
 
     extra: int | None
     moved: int
@@ -132,10 +132,10 @@ def _profiled(work: Callable[[], Any], world: World) -> DeviceWork:
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts ATen operations, those among them that read a value on the host, and collectives.
+    """Counts ATen operations, operations that read a value on the CPU, and collectives.
 
-    ``reads`` are the operations that make the host wait where the tensors are on a GPU. On a CPU what is on the host
-    everywhere, such as index arithmetic of a new layout, cannot be told apart from that and counts too.
+    ``reads`` are the operations that make the CPU wait if the tensors are on a GPU. On a CPU, operations that are
+    always on the CPU, such as index arithmetic of a new layout, count too, because they cannot be distinguished.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Dispatched(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             self.collectives += 1
-            # What this rank sends: of an input and the outputs that are gathered from it, the smaller.
+            # Bytes that this rank sends: the smaller of an input and its gathered outputs.
             groups = ([leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args)
             self.collective_bytes += min((sum(x.nbytes for x in group) for group in groups if group), default=0)
         else:

@@ -35,7 +35,7 @@ from evidence.pretrained.collapse_runs import SMOOTH  # noqa: E402
 RUNS = Path("2026-07-19-miles-training-inference-mismatch/3.test_cases/pytorch/miles/docs/results")
 SEEDS = (42, 123, 1234)
 ARMS = {"disease": ("no correction", "black"), "cure": ("token mask, veto, normalised", "C1")}
-# Of the runs by step: the learning rate is 1e-5 unless the name says otherwise.
+# Runs by step: the learning rate is 1e-5 unless the name has another.
 MORE = {
     "pt_e5m2_collapse_train": "no correction, 1234 again",
     "ctl_bf16_lr1e5": "cache in bf16, no correction, 1234",
@@ -117,7 +117,7 @@ def alerts(runs: dict[str, tuple[list[float], list[float]]]) -> str:
             mean(kl[:WINDOW]),
             (np.convolve(x, np.ones(SMOOTH) / SMOOTH, "valid") for x in (kl, reward)),
         )
-        # Not among the first steps, which say what is usual.
+        # Not among the first steps, which give the usual value.
         crossed = [_first(means[WINDOW:] > line, WINDOW + SMOOTH - 1) for line in (TIMES * start, HIGHEST)]
         crossed = crossed if len(kl) >= WINDOW + SMOOTH else ["too short"] * len(crossed)
         lost = rewards < np.maximum.accumulate(rewards) / 2

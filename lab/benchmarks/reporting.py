@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark prints: a header and Markdown tables."""
+"""Output of the benchmark: a header and Markdown tables."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def header(world: World, seed: int) -> dict[str, str]:
 
 
 def _revision() -> str:
-    """What git calls the source, if git is there to ask; a copy inside of another checkout is not that one."""
+    """The revision of the source by git, if available; not for a copy inside of another checkout."""
     root = Path(__file__).resolve().parents[2]
     if shutil.which("git") is not None and _git("rev-parse", "--show-toplevel", cwd=root) == str(root):
         return _git("describe", "--always", "--dirty", cwd=root)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this revision of the package gives on drawn inputs, by name, into a file: for ``compare_revisions.py``.
+"""Write the outputs of this revision on drawn inputs by name to a file, for ``compare_revisions.py``.
 
     PYTHONPATH=../before python lab/benchmarks/revision_outputs.py before.pt --seed 7
 
@@ -70,7 +70,7 @@ class Draw:
         return torch.randint(high, size, generator=self._generator).to(self.device)
 
     def lengths(self) -> list[int]:
-        """Of a few responses, some of which are empty, or one token long."""
+        """A layout of a few responses; some are empty, or one token long."""
         random = self.random
         return [random.choice((0, 1, random.randrange(2, 12), random.randrange(2, 70))) for _ in range(6)] + [9]
 
@@ -102,7 +102,7 @@ def flat(tensors: list[Tensor]) -> Tensor:
 
 
 def quiet(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Where something is measured: all of it, with warnings for errors, and none about how much is rejected."""
+    """With metrics: all of them, with warnings instead of errors, and no warning about the rejected share."""
     corrects = bool(keys.get("use_tis"))
     found = QUIET if corrects or keys.get("get_mismatch_metrics") else {}
     return {**found, **({"mis_max_reject_fraction": 1.0} if corrects else {}), **keys}
@@ -216,7 +216,7 @@ BANDS: dict[str, tuple[float | None, float | None]] = {
 
 
 def flat_keys(random: Random) -> dict[str, Any]:
-    """A configuration in the hosts' spelling."""
+    """A configuration with the frameworks' keys."""
     level, mode = random.choice(("token", "sequence", "geometric")), random.choice((*mis_ext.BOUNDS,))
     bound = mis_ext.BOUNDS[mode]
     keys: dict[str, Any] = {"use_tis": True, "tis_level": level, "tis_mode": mode}
@@ -230,7 +230,7 @@ def flat_keys(random: Random) -> dict[str, Any]:
     keys |= {name: value for name, value in vetoes.items() if random.random() < 0.2}
     if random.random() < 0.4:
         scope = random.choice(("micro_batch", "data_parallel"))
-        # Where nothing is rejected both are the same, and the second is refused.
+        # If nothing is rejected both are equal, and the second is an error.
         rejects = bound.rejects or "use_rs" in keys or not vetoes.keys().isdisjoint(keys)
         over = random.choice(("kept", "valid")) if rejects else "kept"
         keys |= {"tis_batch_normalize": True, "tis_normalize_scope": scope, "tis_normalize_over": over}
@@ -654,7 +654,7 @@ NOT_OF_A_DUMP = ("grpo_k3", "grpo_k2", "grpo_unbiased_kl", "drift_control")
 
 
 def documents(found: Found, draw: Callable[[str], Draw]) -> None:
-    """What the commands print with ``--json``: reports, audits and comparisons of drawn dumps, explanations."""
+    """The output of the commands with ``--json``: reports, audits and comparisons of drawn dumps, explanations."""
     plants: dict[str, Callable[[dict[str, list[Tensor]]], dict[str, list[Tensor]]]] = {
         "noise": lambda samples: samples,
         "temperature": lambda samples: samples | {"proximal": [1.2 * each for each in samples["proximal"]]},
@@ -876,7 +876,7 @@ def packed(found: Found) -> dict[str, Any]:
 
 
 def unpacked(content: Mapping[str, Any]) -> Found:
-    """What :func:`packed` packed."""
+    """The inverse of :func:`packed`."""
     begin: dict[str, int] = defaultdict(int)
     found: Found = {}
     for name, value in content["rows"].items():

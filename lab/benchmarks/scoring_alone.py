@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part B: log-prob and entropy of tokens alone, forward and backward, beside what others have."""
+"""Part B: only log-prob and entropy of tokens, forward and backward, compared with other projects."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _differences(problem: Problem, way: Way) -> Row:
 
 
 def _without_logits(rows: int, columns: int, world: World, options: Any) -> Iterator[Row]:
-    """Cut Cross-Entropy works from hidden states: beside it ours with the products before and after it."""
+    """Cut Cross-Entropy works from hidden states, so ours includes the matmuls before and after."""
     title = {"logits": f"{rows:,} x {columns:,} bfloat16, from hidden states of {HIDDEN:,}"}
     names = ("Cut Cross-Entropy, from hidden states", "products, mis_ext in place", "products, mis_ext with entropy")
     generator = torch.Generator(world.device).manual_seed(options.seed)

@@ -69,7 +69,7 @@ NEEDED_BY_EXAMPLES = ("tis_lower_bound", "rs_lower_bound", "rs_upper_bound", "rs
 
 
 def host_args(keys: dict[str, Any]) -> argparse.Namespace:
-    """The hosts' ``args`` with keys of a YAML file on them."""
+    """The frameworks' ``args`` with keys of a YAML file set on them."""
     return argparse.Namespace(**ARGUMENTS | dict.fromkeys(NEEDED_BY_EXAMPLES) | keys)
 
 
@@ -88,7 +88,7 @@ class Host(NamedTuple):
 
 
 class _Stub(types.ModuleType):
-    """ray, which Miles imports for what is not used here: decorators, and classes that are annotated with."""
+    """Replacement for ray, which Miles imports only for decorators and annotations here."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -97,7 +97,7 @@ class _Stub(types.ModuleType):
 
 
 def load_hosts(folders: dict[str, Path], world: World, *, tp_size: int = 1, cp_size: int = 1) -> dict[str, Host]:
-    """The hosts whose folders are given, with their groups of this process.
+    """The frameworks whose folders are given, with their groups of this process.
 
     A folder is a checkout's root, in which ``slime/`` or ``miles/`` lies.
     """
@@ -199,7 +199,7 @@ def _example(name: str, folder: Path) -> str | None:
     file = folder / EXAMPLES[name]
     if not file.exists():
         return None
-    # Both hosts, and this repository, have a package "examples".
+    # Both frameworks and this repository have a package "examples".
     module_name = f"example_of_{name}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None

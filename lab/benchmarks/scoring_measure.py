@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward and a backward pass from logits cost, as a row of a table."""
+"""The cost of a forward and a backward pass from logits, as a row of a table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cost(call: measuring.Call, next_item: measuring.NextItem, *, world: World, r
         start = time.perf_counter()
         discarded(next_item())
         world.synchronize()
-        # All ranks call equally often: a call may wait for the others.
+        # All ranks make the same number of calls, because a call may wait for other ranks.
         (seconds,) = world.maximum([time.perf_counter() - start])
         if seconds > measuring.SLOW_SECONDS:
             break
@@ -72,12 +72,12 @@ def _peak(call: measuring.Call, item: Any, world: World) -> int | None:
 
 
 def guarded(work: Callable[[], T]) -> T | Row:
-    """What it gives, or a row that says why not: one contender that fails does not take the others with it."""
+    """Return its row, or a row with the error: a failed contender does not stop the other ones."""
     try:
         return work()
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    # What the failed call held is free only here.
+    # The memory of the failed call is free only here.
     torch.cuda.empty_cache()
     say("missing:", reason)
     return {"missing": reason}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that turn logits into log-probs: ours, the hosts', and kernels of others, with what each can answer."""
+"""Functions from logits to log-probs: ours, those of the frameworks, and other kernels, with their features."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part A: the whole loss, from the logits to their gradient, in the hosts' own ``loss_function``."""
+"""Part A: the full loss, from the logits to their gradient, in the frameworks' own ``loss_function``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ import mis_ext
 NAMES = ["host", "ranks", "shape", "vocabulary", "logits", "loss"]
 DIFFERENCES = ["loss differs", "metrics", "gradient"]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
-"""Of the largest entry. Gradients in bfloat16 are sums of two that were rounded to it."""
+"""Relative to the largest entry. Gradients in bfloat16 are sums of two rounded gradients."""
 OF_HOOK = "mis_"
 HOOK_TOLERANCE = 1e-4
 """Metrics of the hook are sums of powers of ratios, in another order."""
 
 
 class Contender(NamedTuple):
-    """One way to have the loss: its arguments, with whose numbers it is compared, and whether it is the host's own."""
+    """One way to compute the loss: its arguments, its reference, and whether it is the framework's own."""
 
     name: str
     keys: dict[str, Any]
@@ -59,7 +59,7 @@ OWN, OWN_WITH_HOOK = "its own loss, no correction", "its own loss, hook of mis_e
 
 
 def contenders(host: Host, *, metrics: str) -> list[Contender]:
-    """What is compared, the host's own loss first."""
+    """The compared losses, with the framework's own loss first."""
     keys = GATED_MIS | {"mis_metrics": metrics}
     hook = keys | {"custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
     whole = {"loss_type": "custom_loss", "custom_loss_function_path": "mis_ext.policy_loss"}
@@ -86,7 +86,7 @@ def contenders(host: Host, *, metrics: str) -> list[Contender]:
 
 
 def no_loss(_args: Any, _batch: Any, logits: Tensor, _reducer: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What is left is what the host does around any loss: a few launches for every sample."""
+    """The rest is the framework's work around any loss: a few launches for every sample."""
     return logits.flatten()[:1].float().sum(), {}
 
 
@@ -96,7 +96,7 @@ def needs_float32(host: Host, args: argparse.Namespace, dtype: torch.dtype) -> b
 
 
 def run(host: Host, args: argparse.Namespace, item: Item, *, is_direct: bool = False) -> tuple[Tensor, Tensor, Any]:
-    """Loss, gradient of the logits, and the host's log."""
+    """Loss, gradient of the logits, and the framework's log."""
     batch = {name: value for name, value in item.items() if name != "logits"}
     logits = item["logits"]
     given = logits.float() if needs_float32(host, args, logits.dtype) else logits
@@ -107,7 +107,7 @@ def run(host: Host, args: argparse.Namespace, item: Item, *, is_direct: bool = F
 
 
 def among(options: Any, world: World) -> str:
-    """What a problem's name ends with over several ranks."""
+    """The suffix of a problem's name with several ranks."""
     sizes = {"tp": options.tp, "cp": options.cp} | ({"dp": world.dp_size} if world.dp_size > 1 else {})
     return "".join(f":{name}{size}" for name, size in sizes.items()) if world.size > 1 else ""
 
@@ -154,7 +154,7 @@ def _timed(host: Host, args: argparse.Namespace, is_direct: bool, item: Item) ->
 
 
 def _differences(host: Host, way: Contender, arguments: dict[str, argparse.Namespace], batches: Batches) -> Row:
-    """How far loss, metrics and gradient are from the host's own, as shares of their largest entry."""
+    """The differences of loss, metrics and gradient from the framework's own, as shares of their largest entry."""
     item = batches.new()
     if way.same_as is None:
         run(host, arguments[way.name], item, is_direct=way.is_direct)
@@ -216,7 +216,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def part(hosts: dict[str, Host], world: World, options: Any) -> Iterator[Row]:
-    """All problems, each over one buffer of logits for all hosts."""
+    """All problems, each with one buffer of logits for all frameworks."""
     for text in options.problems:
         problem = Problem.parse(text)
         batches = Batches(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits and micro-batches as the hosts hand them to a loss, of new lengths at every call."""
+"""Logits and micro-batches as input of the frameworks' losses, with new lengths at every call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workload import QUANTUM, Responses, Shape, World, draw, local_part
 from mis_ext.scoring import score_tokens
 
 SPREAD, PEAK, LIKELY = 2.0, 8.0, 0.6
-"""Standard deviation of a logit, what is added to one per row, and how often that one is the token."""
+"""Standard deviation of a logit, the value added to one logit per row, and how often that one is the token."""
 PROMPT_SHARE = 0.1
 LOG_RATIO_STEP, LOG_RATIO_STEPS = 0.01, 15.0
 """Log-ratios of current and old are about multiples of this: none is so close to a clip bound that rounding decides."""
@@ -61,7 +61,7 @@ class Logits:
         )
 
     def first(self, rows: int) -> Tensor:
-        """``[1, rows, V]`` with gradient and no leaf: a view, so that nothing beside it takes memory."""
+        """``[1, rows, V]`` with gradient and not a leaf: a view, which takes no additional memory."""
         return self.buffer.detach().requires_grad_()[:rows].unsqueeze(0)
 
     def tokens(self, rows: int, generator: torch.Generator) -> Tensor:
@@ -146,7 +146,7 @@ class Batches:
         """``[sum of total lengths]``."""
         size = sum(responses.total_lengths)
         if self.world.cp_size > 1:
-            # What is likely is known to the rank that has the row.
+            # Only the rank with the row knows the probable token.
             return torch.randint(self.logits.vocabulary, (size,), generator=self._generator).to(self.world.device)
         # A row predicts the next token; what the last row of a sample predicts is not in the sample.
         return self.logits.tokens(size, self._generator).roll(1)

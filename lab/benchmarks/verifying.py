@@ -36,7 +36,7 @@ class Unequal(Exception):
 
 
 class Judged:
-    """One smaller micro-batch per data-parallel rank with what float64 says about it."""
+    """One smaller micro-batch per data-parallel rank with its float64 reference."""
 
     def __init__(self, shape: Shape, keys: Mapping[str, Any], *, world: World, seed: int) -> None:
         self.world, self.keys = world, keys

@@ -76,7 +76,7 @@ def _own_group(groups: list[list[int]], rank: int) -> Any:
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others; groups as Miles passes them."""
+    """The ranks of this process; groups as Miles passes them."""
 
     device: torch.device
     rank: int = 0
@@ -92,7 +92,7 @@ class World:
     def join(cls, device_type: str, cp_size: int, *, tp_size: int = 1) -> World:
         """One process, or what torchrun started, in Megatron-Core's order.
 
-        Neighbouring ranks share a vocabulary (``tp_size``), then sequences (``cp_size``); the others are data-parallel.
+        Neighboring ranks share a vocabulary (``tp_size``), then sequences (``cp_size``); the rest is data-parallel.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size % (cp_size * tp_size):
@@ -119,7 +119,7 @@ class World:
 
     @property
     def parallel_state(self) -> SimpleNamespace:
-        """What Miles passes to the hook."""
+        """The arguments that Miles passes to the hook."""
         cp = SimpleNamespace(rank=self.cp_rank, size=self.cp_size, group=self.cp_group)
         dp = SimpleNamespace(rank=self.dp_rank, size=self.dp_size, group=self.dp_group)
         return SimpleNamespace(cp=cp, intra_dp=dp, effective_dp=dp)
@@ -146,7 +146,7 @@ class World:
 
 @dataclass(frozen=True)
 class Responses:
-    """Whole responses, packed: ``[R]`` on the host or on the device."""
+    """Whole responses, packed: ``[R]`` on the CPU or on the device."""
 
     response_lengths: list[int]
     total_lengths: list[int]
@@ -161,7 +161,7 @@ class Responses:
         return Responses(self.response_lengths, self.total_lengths, *tensors)
 
     def relaid(self, response_lengths: list[int]) -> Responses:
-        """The same prompts and, as far as they are needed, the same tokens, cut into other lengths."""
+        """The same prompts and, if possible, the same tokens, split into other lengths."""
         prompts = [t - r for t, r in zip(self.total_lengths, self.response_lengths, strict=True)]
         totals = [p + r for p, r in zip(prompts, response_lengths, strict=True)]
         size = sum(response_lengths)
@@ -178,7 +178,7 @@ def draw(shape: Shape, *, seed: int) -> Responses:
     generator = torch.Generator().manual_seed(seed)
     lengths = (torch.randn(shape.samples, generator=generator) * LENGTH_SIGMA).exp()
     lengths = (lengths * shape.samples * shape.mean_length / lengths.sum()).round().long().clamp_min(1)
-    # What rounding lost or won, back to or from the longest: the mean is that of the shape.
+    # Give the rounding error to the longest, so that the mean is that of the shape.
     lost = shape.samples * shape.mean_length - int(lengths.sum())
     lengths[lengths.argsort(descending=True)[: abs(lost)]] += 1 if lost > 0 else -1
     # Shorter than the responses, so that context-parallel ranks share them.
@@ -200,7 +200,7 @@ def draw(shape: Shape, *, seed: int) -> Responses:
 
 
 def hook_item(responses: Responses, world: World) -> Item:
-    """Arguments of a hook call on this rank: a tensor of its own per sample, and a loss that carries gradient."""
+    """Arguments of a hook call on this rank: separate tensors per sample, and a loss with gradient."""
     train, rollout, pg_loss = (
         local_part(responses, values, world) for values in (responses.train, responses.rollout, responses.pg_loss)
     )
@@ -278,6 +278,6 @@ class Workload:
 
 
 def settings(keys: dict[str, Any]) -> Namespace:
-    """The hosts' ``args`` with the keys of a YAML file set on it."""
+    """The frameworks' ``args`` with the keys of a YAML file set on it."""
     host = {"get_mismatch_metrics": True, "qkv_format": "thd", "calculate_per_token_loss": False}
     return Namespace(**host, use_rollout_logprobs=False, **keys)

@@ -35,7 +35,7 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-# Of the file's own storage.
+# Keys of the file's own storage.
 NOT_OF_THE_MODEL = (
     *("quantization_config", "dtype", "torch_dtype", "_name_or_path", "_model_name_or_path", "transformers_version"),
     "tie_word_embeddings",
@@ -44,7 +44,7 @@ _JOBS: list[tuple[Any, Path, int]] = []
 
 
 def name_of(name: str) -> str:
-    """What transformers calls a tensor of the file."""
+    """The transformers name of a tensor of the file."""
     if name in OUTER:
         return OUTER[name]
     layer, kind, what = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name).groups()  # type: ignore[union-attr]

@@ -180,7 +180,7 @@ def first_part(sample: Any, num_tokens: int, *, rollout_id: int, count: int) -> 
 
 
 def write(host: str, folder: Path, samples: list[Any], rollout_id: int) -> None:
-    """Write one rollout with the host's own function."""
+    """Write one rollout with the framework's own function."""
     path = str(folder / "{rollout_id}.pt")
     if host == "slime":
         module = importlib.import_module("slime.observability.rollout_data_utils")

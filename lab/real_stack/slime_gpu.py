@@ -68,20 +68,20 @@ CHECKOUTS = {"slime": "MEGATRON_DIR", "miles": "MILES_MEGATRON_DIR"}
 
 @dataclass(frozen=True)
 class Run:
-    """One run: the host's flags after those of the script, keys of ours, and how often it is started and killed."""
+    """One run: the framework's flags after those of the script, our keys, and how often it is started and killed."""
 
     flags: tuple[str, ...] = ()
     keys: dict[str, Any] | None = None
     seconds: int = 240
     kill_after_rollout: int | None = None
     path: str = ""
-    """A folder of the host's checkout for the Python path."""
+    """A folder of the framework's checkout for the Python path."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of the script."""
 
     @property
     def shares_an_engine(self) -> bool:
-        """Whether the host does not start its engine itself."""
+        """Whether the framework does not start its engine itself."""
         return self.environment.get("ENGINE") != "own"
 
 
@@ -94,7 +94,7 @@ def method(name: str, *flags: str, **keys: Any) -> Run:
 GATED = TOKEN_TIS | {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01}
 RECORDED = {
     "nothing": Run(),
-    # What times differ by without a reason.
+    # The usual difference of times without a reason.
     "nothing_again": Run(),
     "slime_tis": Run(("--use-tis", "--tis-clip", "2", "--tis-clip-low", "0")),
     # slime's own example of a correction, with the keys that it reads.
@@ -177,7 +177,7 @@ MEMORY = {
     "logits_all_kept": Run(_LOSS, TOKEN_TIS, seconds=300),
 }
 _PROMPTS, _SAMPLES = (4, 4) if os.environ.get("ON_CPU") else (32, 8)
-# Of all ways, before the flags of a call.
+# Flags of all runs, before the flags of a call.
 SIZES = (
     *("--num-rollout", "4", "--rollout-batch-size", str(_PROMPTS), "--n-samples-per-prompt", str(_SAMPLES)),
     *("--rollout-max-context-len", "512"),
@@ -238,7 +238,7 @@ def _ways(ways: dict[str, Run]) -> dict[str, Run]:
 
 
 WAYS = _ways(_WAYS)
-# On a CPU the engine has a place of its own: with --colocate both share the memory of a GPU.
+# On a CPU the engine is separate: with --colocate both share the memory of a GPU.
 _WITH_ENGINE = ("--num-gpus-per-node", "3", "--rollout-num-gpus", "1") if os.environ.get("ON_CPU") else ("--colocate",)
 # Miles starts all its engines itself, and its FSDP trainer has neither hooks nor ways to split a model.
 _OF_MILES = {
@@ -285,7 +285,7 @@ MILES = {
     **{name: RECORDED[name] for name in OF_BOTH},
     "miles_tis": RECORDED["slime_tis"],
     "example": replace(RECORDED["example"], path="examples/infra_features"),
-    # Miles scores a rollout beforehand, unless it is told not to.
+    # Miles scores a rollout beforehand by default.
     "hook_unscored": replace(RECORDED["hook_core"], flags=(*RECORDED["hook_core"].flags, "--skip-actor-forward-only")),
 }
 STEP = re.compile(r"step (\d+): (\{.*\})")
@@ -297,7 +297,7 @@ ERROR = re.compile(r"\w+(?:Error|Exception): .*")
 
 
 def numbers(pattern: re.Pattern[str], text: str) -> dict[int, dict[str, float]]:
-    """Dictionaries that the host logged, by step. Non-finite numbers become None."""
+    """Dictionaries that the framework logged, by step. Non-finite numbers become None."""
     found: dict[int, dict[str, float]] = {}
     for step, body in pattern.findall(text):
         body = re.sub(r"\b(nan|inf)\b", "None", re.sub(r"-inf\b", "None", body))
@@ -309,13 +309,13 @@ def numbers(pattern: re.Pattern[str], text: str) -> dict[int, dict[str, float]]:
             continue
         known = found.setdefault(int(step), {})
         for key, value in values.items():
-            # Of memory each rank says its own.
+            # Each rank reports its own memory.
             known[key] = max(value, known.get(key, value)) if pattern is PEAK else value
     return found
 
 
 def logged(folder: Path) -> dict[str, Any]:
-    """What the host wrote into a run's log."""
+    """The framework's numbers in a run's log."""
     text = (folder / "run.log").read_text(errors="replace")
     return {
         "steps": numbers(STEP, text),
@@ -329,7 +329,7 @@ def logged(folder: Path) -> dict[str, Any]:
 
 
 def reported(folder: Path) -> str:
-    """What `mis-ext report` named first of the run's dumps; empty without a report."""
+    """The first cause of `mis-ext report` for the run's dumps; empty without a report."""
     file = folder / "report/summary.json"
     # Empty where a report failed, as over no dumps.
     found = json.loads(file.read_text())["diagnoses"] if file.exists() and file.stat().st_size else []
@@ -391,7 +391,7 @@ class Runner:
         return flags, environment | run.environment
 
     def check(self, runs: dict[str, Run]) -> None:
-        """Let the host's own parser read the command line of every run.
+        """Parse the command line of every run with the framework's own parser.
 
         Raises:
             ValueError: It would drop a flag without a word.
@@ -632,7 +632,7 @@ def memory_table(folder: Path) -> str:
             continue
         repeated = [rollout for rollout in steps if tokens[rollout] == tokens[0]]
         fit = max(steps, key=lambda rollout: tokens[rollout])
-        # The first step compiles, and what is said of the first pass holds for no other.
+        # The first step compiles, and the numbers of the first pass are not typical.
         seconds = [
             [perf[rollout][f"perf/{name}_time"] for rollout in repeated[1:] if f"perf/{name}_time" in perf[rollout]]
             for name in ("train", "log_probs")
@@ -658,7 +658,7 @@ def memory_table(folder: Path) -> str:
 
 
 def main() -> None:
-    """Run what is asked for, and print the table."""
+    """Run the requested runs, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("recorded", "whole", "ways", "memory", "table"))
     parser.add_argument("runs", nargs="*", help="names; default all")

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 STUDIES = {study.name: study for study in (*COLLAPSE_STUDIES, *FORK_STUDIES, *FP8_STUDIES)}
 FOLDER = Path(__file__).parents[1] / "evidence"
 USABLE_MEMORY = 0.95
-"""Of a GPU: contexts and NCCL take some that torch does not count."""
+"""Share of a GPU's memory: contexts and NCCL take some that torch does not count."""
 
 
 def main() -> None:
@@ -122,7 +122,7 @@ def main() -> None:
         raise SystemExit(run_workers(options.workers, options.memory_share or USABLE_MEMORY / options.workers))
     if options.command == "run":
         if options.memory_share and options.device.startswith("cuda"):
-            # What torch keeps for later is the others' otherwise.
+            # Free torch's cached memory for the other processes.
             torch.cuda.set_per_process_memory_fraction(options.memory_share)
         index, _, workers = options.worker.partition("/")
         groups = [group for study in studies for group in study.groups]
@@ -205,7 +205,7 @@ class Places:
 
 
 def run_all(groups: Iterable[PretrainedGroup], results: Results, places: Places, stop: Stop) -> list[str]:
-    """Run what is missing; one that fails is told and left, and its name is returned. Without memory all are left."""
+    """Run the missing runs. Report and skip failed ones, and return their names. Without memory, skip all."""
     failed = []
     for group in groups:
         if results.is_done(group) or stop:
@@ -217,7 +217,7 @@ def run_all(groups: Iterable[PretrainedGroup], results: Results, places: Places,
                 places.prepare(group)
                 run(group, results, places, stop)
             except torch.OutOfMemoryError as error:
-                # What is left would fail too, and take memory from processes that run.
+                # The remaining runs would fail too, and take memory from running processes.
                 print(f"{group.name}: {error}\nThis process ends: run fewer side by side.", file=sys.stderr)
                 return [*failed, group.name]
             except Exception:

@@ -13,13 +13,13 @@ CAP = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ByHand:
-    """What a run computes.
+    """The computation of a run.
 
     Attributes:
         folder: Of its rollouts, below the inputs.
         over: Which trajectories count in the baseline of a prompt: ``all``, ``trained``, ``kept``; or ``batch``, where
             slime takes all samples for one prompt, because their number is not what it expects.
-        leave_one_out: Whether a reward is compared with the others alone.
+        leave_one_out: Whether a reward is compared only with the other rewards.
         band: Bounds of the geometric mean of a sample's ratios, or None.
         prompt_mean: Whether a prompt is a mean over its kept tokens, and the loss one over prompts.
     """
@@ -31,7 +31,7 @@ class ByHand:
     prompt_mean: bool = False
 
     def first_gradient_norm(self, inputs: Path) -> float:
-        """Of PPO's loss, whose ratio is 1 in the first step, with weights of tokens of at most `CAP`."""
+        """The gradient of PPO's loss, whose ratio is 1 in the first step, with token weights of at most `CAP`."""
         model = Qwen3ForCausalLM.from_pretrained(inputs / "model").double()
         samples = torch.load(inputs / self.folder / "0.pt", weights_only=False)["samples"]
         for sample in samples:

@@ -21,7 +21,7 @@ MAX_TOKENS = 128
 SAME = 1e-5
 # Numbers of bfloat16 have 8 bits, and another order of sums rounds other partial sums.
 CLOSE_IN_BFLOAT16 = 5e-4
-# Of the trainer's weights; those that sampled the first half of each response are one older.
+# Version of the trainer's weights; those that sampled the first half of each response are one older.
 VERSION = 3.0
 SAMPLES_PER_ROLLOUT = NUM_PROMPTS * SAMPLES_PER_PROMPT
 
@@ -71,7 +71,7 @@ class Case:
         refusal: Text of the error that must end the run before the model is built; None for a run that trains. Without
             `CHECK` among the flags it may come in the first step.
         steps_per_rollout: Optimizer steps.
-        is_alike: Token weights with a cap of 2: the first gradient norm is that of the others that are.
+        is_alike: Token weights with a cap of 2: the first gradient norm equals that of the other runs with this flag.
         close: How far that norm may be from the first of them, relatively.
         is_optional: Runs with ``--all`` only.
         layout: How the ranks share the work, as in ``"CP 2"``; empty for the runs on one rank in bfloat16.
@@ -99,7 +99,7 @@ class Case:
     second_node: SecondNode | None = None
 
     def command(self, common: list[str], *, root: Path, folder: Path) -> list[str]:
-        """Every word for the host's parser. Keys of the run's own are written into ``folder``."""
+        """All words for the framework's parser. The run's own keys are written into ``folder``."""
         words = [*common, *self.flags]
         if isinstance(self.config, str):
             words += ["--custom-config-path", str(root / "yaml" / self.config)]
@@ -113,7 +113,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host of which this repository runs an unmodified checkout, with one of its trainers.
+    """A framework that this repository runs from an unmodified checkout, with one of its trainers.
 
     Attributes:
         name: How the command line, the records and the folder of its runs call it.
@@ -121,12 +121,12 @@ class Host:
         title: For people.
         script: Starts the runs.
         common: The flags of every run, given the folder of the inputs.
-        conversions: Words for `host_cpu.convert`, given that folder, where the host needs checkpoints of Megatron-LM.
+        conversions: Words for `host_cpu.convert`, given that folder, if the framework needs checkpoints of Megatron-LM.
         cases: Its runs, in the order of the table.
         checkouts: Repository to the variable of the environment with its folder.
         patches: Repository to the patch that its checkout has.
         packages: Whose versions a record names.
-        stand_ins: What does not run on a CPU, and what stands there.
+        stand_ins: Parts that do not run on a CPU, and their replacements.
     """
 
     name: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be true of the runs.
+"""The checks of the runs.
 
-Each arrived, those that correct alike have the same first gradient, and those on two ranks that of one rank.
+Each run finished, runs with equal corrections have the same first gradient, and two ranks have that of one rank.
 """
 
 import math
@@ -22,7 +22,7 @@ UNMEASURED = f"{OURS}raised_fraction"
 
 @dataclass(frozen=True)
 class Result:
-    """One run that ended: its exit code, what the host logged, and how long it took.
+    """One finished run: its exit code, the log of the framework, and its duration.
 
     ``by_hand`` is the first gradient norm in float64 from definitions, None where a run has no such computation.
     """
@@ -45,7 +45,7 @@ class Result:
 
 
 def faults_of_run(result: Result) -> list[str]:
-    """What is wrong with one run by itself; an empty list if nothing is."""
+    """The problems of one run alone; an empty list if there are none."""
     case, logged = result.case, result.logged
     if case.refusal is not None:
         return _faults_of_refusal(result)
@@ -85,7 +85,7 @@ def _faults_of_refusal(result: Result) -> list[str]:
 
 
 def faults_of_comparison(results: Iterable[Result]) -> list[str]:
-    """What is wrong with the runs beside each other.
+    """The problems in the comparison of runs.
 
     Those that correct alike must have the same first gradient norm in each layout, another than without a correction,
     and a run with a partner the partner's norm and metrics. Replayed experts must bring trainer and engine closer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tokens of each context-parallel rank lie in the pack."""
+"""The positions of each context-parallel rank's tokens in the pack."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ def zigzag_places(lengths: Iterable[int], size: int) -> Tensor:
     Each sequence is cut into ``2 * size`` chunks. Rank r has chunk r and the one as far from the end.
 
     Args:
-        lengths: Of the padded sequences of the pack, each a multiple of ``2 * size``.
+        lengths: Lengths of the padded sequences of the pack, each a multiple of ``2 * size``.
         size: Count of ranks.
     """
     sequences = torch.arange(sum(lengths := list(lengths))).split(lengths)

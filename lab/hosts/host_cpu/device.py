@@ -142,7 +142,7 @@ def _replace_meshes() -> None:
 
 
 def _pass_on_new_names(wrapper: Any) -> None:
-    """Let the hosts' wrapper of a process group pass on the collectives to which torch 2.13 gave new names.
+    """Let the frameworks' wrapper of a process group forward the collectives that torch 2.13 renamed.
 
     Megatron-LM's reduce-scatter and all-gather arrive there by them, and would find no backend.
     """

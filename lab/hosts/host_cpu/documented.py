@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 PAGES = ("README.md", "docs/**/*.md")
-# Programs of this repository, whose options the pages name too. Not examples/grpo: its options have the hosts' names.
+# Programs of this repository, whose options the pages name too. Not examples/grpo: its options have the frameworks'
+# names.
 OWN_SOURCES = ("mis_ext/**/*.py", "examples/*.py", "examples/o*/*.py", "examples/t*/*.py", "lab/**/*.py")
 OWN_SOURCES += ("docs/*.py", "tests/**/*.py")
 _LAUNCH = re.compile(r"^```\n((?:--.*\n)+)```$", re.MULTILINE)
@@ -68,7 +69,7 @@ def launches(root: Path) -> list[Launch]:
 
 
 def made_launches(root: Path) -> list[Launch]:
-    """What ``examples/launch_flags.py`` makes of each file in ``yaml/``."""
+    """The output of ``examples/launch_flags.py`` for each file in ``yaml/``."""
     launch_flags = runpy.run_path(str(root / "examples" / "launch_flags.py"))["launch_flags"]
     return [
         Launch(f"examples/launch_flags.py {path.relative_to(root)}", launch_flags(path))
@@ -101,7 +102,7 @@ def named_flags(root: Path) -> dict[str, str]:
 
 
 def faults(documented: list[Launch], answers: list[dict[str, Any]], *, host: str) -> list[str]:
-    """What a host's parser would drop of the launches, or read as something else.
+    """Words of the launches that a framework's parser would drop, or read as something else.
 
     Args:
         documented: Launches of the pages.
@@ -122,7 +123,7 @@ def faults(documented: list[Launch], answers: list[dict[str, Any]], *, host: str
 
 
 def unknown(named: dict[str, str], options: Iterable[str]) -> list[str]:
-    """Which flags of the pages are no option of slime, and which of `ELSEWHERE` are one."""
+    """Flags of the pages that are not options of slime, and flags of `ELSEWHERE` that are."""
     known = set(options)
     found = [f"{where}: {flag} is no option of slime" for flag, where in named.items() if flag not in known]
     return found + [

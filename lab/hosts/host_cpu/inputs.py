@@ -72,7 +72,7 @@ def write_model(folder: Path, *, is_mixture: bool = False) -> Qwen3ForCausalLM |
 
 @torch.no_grad()
 def rollout(model: Qwen3ForCausalLM, rollout_id: int, sample_type: Any) -> list[Any]:
-    """Draw the samples of one rollout, each a ``Sample`` of the host."""
+    """Draw the samples of one rollout, each a ``Sample`` of the framework."""
     generator = torch.Generator().manual_seed(100 + rollout_id)
     # Miles counts the updates of its weights from 0, and has no flag for it.
     version = 0.0 if sample_type.__module__.startswith("miles.") else VERSION
@@ -101,7 +101,7 @@ def rollout(model: Qwen3ForCausalLM, rollout_id: int, sample_type: Any) -> list[
                 rollout_log_probs=(log_probs + mismatch + is_large * LARGE_MISMATCH * sign).tolist(),
                 # One token before the last is masked, as an observation is.
                 loss_mask=[1] * (response - MASKED_FROM_END) + [0, 1],
-                # As mis_ext.rollout.generate stores them of a response that was cut short, and went on after an update.
+                # As mis_ext.rollout.generate stores them for a response that was aborted and continued after an update.
                 teacher_log_probs=[version - 1.0] * (response // 2) + [version] * (response - response // 2),
                 status=sample_type.Status.COMPLETED,
             )

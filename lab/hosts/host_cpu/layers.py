@@ -31,7 +31,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from .context_parallel import zigzag_places
 
-# Megatron-LM's router asks whether it is None, and without Transformer Engine nobody defines it.
+# Megatron-LM's router checks whether it is None, and without Transformer Engine it is not defined.
 moe_utils.__dict__.setdefault("te_general_gemm", None)
 
 
@@ -89,7 +89,7 @@ class PackedAttention(MegatronModule):
             return self._attend(query, key, value, lengths)
         group = parallel_state.get_context_parallel_group()
         size, rank, num_local = group.size(), group.rank(), len(query)
-        # Of the tokens of rank 0, then of rank 1, ...: their places in the pack.
+        # The positions in the pack of the tokens of rank 0, then of rank 1, ...
         places = torch.arange(size * num_local) if self.is_contiguous else zigzag_places(lengths, size)
         order = places.argsort()
         # Its backward sums over the ranks what each found for the tokens of one.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host logged: the numbers of its own log lines, at full precision.
+"""The log of a framework: the numbers of its own log lines, at full precision.
 
 slime and Miles write every dictionary that they send to wandb or TensorBoard into their log too. Those files keep
 float32, and the last numbers are lost when Ray ends the process that has them open.
@@ -45,7 +45,7 @@ class Logged:
 
 
 def read_log(text: str) -> Logged:
-    """Find the host's numbers in its log.
+    """Find the framework's numbers in its log.
 
     Raises:
         ValueError: A line of numbers cannot be read, or one kind's numbers are not 0, 1, 2, ...

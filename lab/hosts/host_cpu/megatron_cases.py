@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Megatron trainers of slime and Miles share: the flags of a small model on a CPU, and the runs."""
+"""Common parts of the Megatron trainers of slime and Miles: the flags of a small model on a CPU, and the runs."""
 
 import shlex
 from dataclasses import replace
@@ -96,7 +96,7 @@ OURS = (
         metrics=CORE,
         says=(REPLACED, "mis_ext: model_provider makes no logits"),
         is_alike=True,
-        # Logits are float32 there, and rounded to bfloat16 in the others.
+        # Logits are float32 there, and rounded to bfloat16 in the other runs.
         close=CLOSE_IN_BFLOAT16,
     ),
     Case(
@@ -183,11 +183,11 @@ _FP16 = Case(
     metrics=CORE,
     says=(CALLED,),
     is_alike=True,
-    # It is rounded otherwise than the others, which are in bfloat16.
+    # Its rounding differs from the other runs, which are in bfloat16.
     close=2 * CLOSE_IN_BFLOAT16,
     is_optional=True,
 )
-# The host itself makes its gradients too small: they are not alike.
+# The framework itself makes its gradients too small, so they differ.
 _FP16_ADAPTS = replace(
     _FP16,
     name="fp16_adapts",

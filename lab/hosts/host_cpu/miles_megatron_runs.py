@@ -59,7 +59,7 @@ _WITHOUT_SCORING = Case(
 
 
 def _of_rollouts() -> Iterator[Case]:
-    """What both hosts can: lags of tokens, and baselines of prompts as rewards."""
+    """Features of both frameworks: lags of tokens, and baselines of prompts as rewards."""
     for case in STALENESS:
         if isinstance(case.config, dict) and case.refusal is None:
             yield replace(case, config={k: v for k, v in case.config.items() if k != "update_weight_start_version"})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runs of Miles, with its FSDP trainer, which needs no Megatron-LM beside Megatron-Core's wheel.
 
-That trainer does not call ``--custom-megatron-init-path``: what is wrong in our keys is refused in the first step.
+That trainer does not call ``--custom-megatron-init-path``, so errors in our keys are raised in the first step.
 """
 
 import shlex

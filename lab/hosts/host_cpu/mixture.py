@@ -3,7 +3,7 @@
 
 The engine is transformers in bfloat16 behind SGLang's ``/generate``, so that its experts are those of the model: a
 token keeps the choice with which it was fed first. Samples have two turns, and some requests are aborted and go on.
-Where there is one turn and no abort, the host's own function must give the same experts.
+With one turn and no abort, the framework's own function must give the same experts.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ CONTEXT = 100
 
 
 class Args(Namespace):
-    """A host's arguments; those that nobody set are None."""
+    """Arguments of a framework; unset ones are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class Engine:
-    """Samples token by token; aborts every third request if it is told to."""
+    """Samples token by token; optionally aborts every third request."""
 
     def __init__(self, folder: Path) -> None:
         self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -48,11 +48,11 @@ class Engine:
 
     @torch.no_grad()
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What SGLang answers to a request."""
+        """The response of SGLang to a request."""
         ids, params = list(request["input_ids"]), request["sampling_params"]
         self.num_requests += 1
         limit = ABORTED_AFTER if self.aborts and self.num_requests % 3 == 0 else params["max_new_tokens"]
-        # The same request is answered alike.
+        # Equal requests get equal responses.
         generator = torch.Generator().manual_seed(sum(ids) + len(ids))
         sampled: list[list[Any]] = []
         rows: list[list[Any]] = []
@@ -87,7 +87,7 @@ class Engine:
 
 
 def serve(engine: Engine) -> ThreadingHTTPServer:
-    """The engine behind HTTP, on a port of its own."""
+    """The engine behind HTTP, on its own port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -114,7 +114,7 @@ async def step(sample: Any, _: str) -> str | None:
 
 
 async def generated(host: str, args: Args, sample: Any) -> Any:
-    """A sample of our function, called as the host calls it."""
+    """A sample of our function, called as in the framework."""
     if host == "slime":
         return await generate(args, sample, dict(PARAMS))
     types = importlib.import_module("miles.rollout.base_types")
@@ -143,7 +143,7 @@ async def rollout(host: str, args: Args, engine: Engine, rollout_id: int, sample
 
 
 async def agrees(host: str, args: Args, engine: Engine, sample_type: Any) -> None:
-    """One turn without an abort: the host's own function gives the same sample, experts included."""
+    """One turn without an abort: the framework's own function gives the same sample, including experts."""
     args.on_policy_tokens, engine.aborts = None, False
     own = importlib.import_module(f"{host}.rollout.sglang_rollout").generate
     ours, theirs = (sample_type(index=0, prompt="t5 t6 t7") for _ in range(2))

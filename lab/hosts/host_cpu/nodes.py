@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two Ray nodes on one machine: each has processes, shared memory, a network and a name of its own.
+"""Two Ray nodes on one machine, each with its own processes, shared memory, network and name.
 
 Linux alone, as root. What `SecondNode` hides or edits is so on the disk of the second node alone.
 """
@@ -26,7 +26,7 @@ import mis_ext
 FIRST, SECOND = "node-a", "node-b"
 ADDRESSES = {FIRST: "10.77.0.1", SECOND: "10.77.0.2"}
 LINK, PORT = "mis0", 6399
-# gloo takes the address of a host's name unless it is told a device.
+# gloo uses the address of the hostname unless a device is given.
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": LINK, "RAY_ADDRESS": f"{ADDRESSES[FIRST]}:{PORT}"}
 # Nobody else is on this cable.
 ENVIRONMENT["RAY_AUTH_MODE"] = "disabled"
@@ -39,7 +39,7 @@ class SecondNode:
 
     Attributes:
         hidden: Folders that are empty there, relative to the repository, or to the folder of the runs.
-        edits: File of the repository to a text in it and what stands there instead.
+        edits: File of the repository, a text in it, and its replacement.
     """
 
     hidden: tuple[str, ...] = ()
@@ -61,10 +61,10 @@ def two_nodes(
     Args:
         command: Its Ray must be that at ``RAY_ADDRESS``.
         second: What is otherwise on the second node.
-        root: Of the repository.
-        folder: Of the runs.
+        root: Root of the repository.
+        folder: Folder of the runs.
         scratch: For Ray; its sockets lie there, whose paths must be short.
-        environment: Of the processes of the second node, with `ENVIRONMENT`.
+        environment: Environment of the processes of the second node, with `ENVIRONMENT`.
 
     Raises:
         FileNotFoundError: There is no ``ip``, with which the nodes get their network.
@@ -139,7 +139,7 @@ def _quoted(folder: Path, path: str) -> str:
 
 @functools.wraps(mis_ext.compute_mis_weights_with_cp)
 def dies(**given: Any) -> Any:
-    """The hook, but the last rank is killed when it is called, while the others wait for it in theirs."""
+    """The hook, but the last rank is killed when it is called, while the other ranks wait for it in their call."""
     if dist.get_rank() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return mis_ext.compute_mis_weights_with_cp(**given)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs on two ranks: each is a run on one rank with another layout, and must have its numbers.
 
-They are in float32, in which rounding does not hide a difference. The hosts take bfloat16 and float16 only.
+They are in float32, so that rounding does not hide a difference. The frameworks accept only bfloat16 and float16.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ class Layout:
     Attributes:
         name: At the end of a run's name.
         title: For the table.
-        flags: Of the host.
+        flags: Flags of the framework.
     """
 
     name: str
@@ -75,7 +75,7 @@ CP_BFLOAT16 = Layout(name="cp2_bfloat16", title="CP 2, bfloat16", flags=_CP)
 
 
 def on_two_ranks(cases: Iterable[Case]) -> tuple[Case, ...]:
-    """Those that run on one rank by default, without a correction and with those that are alike, in each layout."""
+    """Runs on one rank by default, without a correction and with equal corrections, in each layout."""
     cases = [case for case in cases if not case.is_optional]
     ours = [case for case in cases if case.metrics]
     others = [case for case in cases if not case.metrics]
@@ -97,7 +97,7 @@ def on_two_ranks(cases: Iterable[Case]) -> tuple[Case, ...]:
 
 
 def with_experts(cases: Iterable[Case]) -> tuple[Case, ...]:
-    """Those of a mixture of experts: on one rank, and on two, each with half of the experts and half of the samples."""
+    """Runs of an MoE model: on one rank, and on two ranks with half of the experts and half of the samples each."""
     cases = tuple(cases)
     return (*_in_layout(LARGER, cases), *_in_layout(EP, cases, LARGER))
 
@@ -105,18 +105,18 @@ def with_experts(cases: Iterable[Case]) -> tuple[Case, ...]:
 def allgather_cp(cases: Iterable[Case]) -> tuple[Case, ...]:
     """Without a correction and with ours, for a host that takes ``--allgather-cp`` with an ordinary attention.
 
-    There the host's own function scores, and needs logits.
+    There the framework's own function scores, and needs logits.
     """
     cases = [case for case in cases if not case.is_optional and (case.metrics or case.name == "nothing")]
     cases = [case for case in cases if case.name != "no_logits"]
     split = _in_layout(CP_ALLGATHER, cases, ONE_NO_POSITIONS)
-    # There the host's own function scores for the whole loss, as it does for the three flags.
+    # There the framework's own function scores for the full loss, as for the three flags.
     split = tuple(replace(case, partner=case.partner.replace("policy_loss", "hook")) for case in split)
     return (*_in_layout(ONE_NO_POSITIONS, cases), *split)
 
 
 def on_two_nodes(hook: Case) -> tuple[Case, ...]:
-    """Three flags on two Ray nodes, alike and with a difference; the second may have less, or end."""
+    """Three flags on two Ray nodes, equal and with a difference; the second node may have less, or end."""
     (alike,) = _in_layout(NODES, [replace(hook, second_node=SecondNode())], LARGER)
     package, version = mis_ext.__name__, f'__version__ = "{mis_ext.__version__}"'
     other = SecondNode(edits={f"{package}/__init__.py": (version, '__version__ = "0.0.1"')})
@@ -161,7 +161,7 @@ def on_two_nodes(hook: Case) -> tuple[Case, ...]:
 
 
 def in_bfloat16(case: Case) -> Case:
-    """CP 2 in the dtype of the other runs on one rank, of which this one's partner is one."""
+    """CP 2 in the dtype of the other one-rank runs; one of them is its partner."""
     return replace(
         case,
         name=f"{case.name}_{CP_BFLOAT16.name}",

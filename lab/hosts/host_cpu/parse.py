@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives launches to a host's own parser: ``python -m host_cpu.parse HOST ANSWERS.json < LAUNCHES.json``.
 
-Reads a list of whole command lines. Writes every option that a parser of the host knew, and for each command line the
-flags that the host would drop without a word, and what it read in the others.
+Reads a list of whole command lines. Writes every option that a parser of the framework knows, and for each command line
+the flags that the framework would silently drop, and the values of the other flags.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Watcher:
 
 
 def main() -> None:
-    """Parse every command line with the host's ``parse_args``, which reads the file of ``--custom-config-path`` too."""
+    """Parse every command line with the framework's ``parse_args``, which also reads the ``--custom-config-path`` file."""
     host, out = sys.argv[1], Path(sys.argv[2])
     device.install()
     arguments = importlib.import_module(f"{host}.utils.arguments")
@@ -54,7 +54,7 @@ def main() -> None:
                     "read": {flag: repr(args.get(name)) for flag, name in known.items()},
                 }
             )
-        # slime has a parser of its own for SGLang's options, and does without where it only trains.
+        # slime has its own parser for SGLang's options, and does not use it when it only trains.
         if hasattr(arguments, "sglang_parse_args"):
             sys.argv = ["train.py"]
             arguments.sglang_parse_args()

@@ -101,7 +101,7 @@ def _by_hand(result: Result) -> Sequence[str]:
 
 
 def _norms(result: Result) -> Sequence[str]:
-    """Of two steps."""
+    """Values of two steps."""
     norms = [f"{step.get(GRAD_NORM, math.nan):.15g}" for step in result.logged.steps[:2]]
     return norms + ["none"] * (2 - len(norms))
 
@@ -195,7 +195,7 @@ rollout, with that pass.
 
 
 def _explained(results: Sequence[Result]) -> str:
-    """What the columns of the runs in a layout mean."""
+    """The meaning of the columns for the runs in a layout."""
     if not any(result.case.layout for result in results):
         return ""
     return f"""

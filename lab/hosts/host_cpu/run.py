@@ -54,7 +54,7 @@ def prepare(host: Host, *, inputs: Path, folder: Path) -> None:
 
 
 def train(host: Host, case: Case, *, inputs: Path, folder: Path) -> Result:
-    """Run the host once."""
+    """Run the framework once."""
     words = case.command(host.common(inputs), root=ROOT, folder=folder)
     dtype = ["--float32"] if case.is_float32 else []
     command = [sys.executable, "-m", "host_cpu.train", *dtype, host.package, *words]
@@ -91,7 +91,7 @@ def train(host: Host, case: Case, *, inputs: Path, folder: Path) -> Result:
 
 
 def check_documented(host: Host, *, inputs: Path, folder: Path) -> tuple[str, list[str]]:
-    """Give every launch of the pages to the host's parser; what was checked, and what is wrong."""
+    """Parse every launch of the pages with the framework's parser; return the number of checks and the errors."""
     launches = documented.launches(ROOT) + documented.made_launches(ROOT)
     own = folder / "my.yaml"
     own.write_text("{}\n")
@@ -143,7 +143,7 @@ def about(host: Host, command: str) -> dict[str, Any]:
 
 
 def shown(step: dict[str, float]) -> str:
-    """Loss, gradient norm and our metrics in one line, as the host named them below ``train/``."""
+    """Loss, gradient norm and our metrics in one line, with the framework's names below ``train/``."""
     names = {name.removeprefix("train/"): value for name, value in step.items()}
     chosen_names = [name for name in names if name in ("loss", "grad_norm") or name.startswith("mis_")]
     return " ".join(f"{name}={names[name]:.5g}" for name in chosen_names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hosts want of SGLang 0.5.17, beyond what it has.
+"""Features that the frameworks need from SGLang 0.5.17, but that it lacks.
 
 Miles' Megatron trainer imports every way to send weights to an engine, used or not. One of them needs Mooncake, and
 classes that only Miles' own SGLang has: names here, which do nothing. Both hosts assign to a field of `ServerArgs` that
@@ -54,11 +54,11 @@ class Completed(Loader):
         self.loader, self.completions = loader, completions
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the other loader."""
+        """Like the other loader."""
         return self.loader.create_module(spec) if self.loader is not None else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the other loader, and more."""
+        """Like the other loader, with additions."""
         if self.loader is not None:
             self.loader.exec_module(module)
         for completion in self.completions:

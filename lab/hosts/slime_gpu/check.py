@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is everything there that a host's run on one GPU needs? ``python -m slime_gpu.check HOST`` says what is missing.
+"""Check the requirements of a framework's run on one GPU: ``python -m slime_gpu.check HOST`` prints what is missing.
 
 Prints the versions, with those with which the run was tested.
 """
@@ -43,7 +43,7 @@ OPTIONAL = (("transformer_engine", "transformer_engine", "2.12.0"),)
 
 
 def problems(host: str) -> list[str]:
-    """What keeps a host from training here."""
+    """The obstacles to training with a framework here."""
     found = []
     for name, module, tested in (*PACKAGES, *MORE[host]):
         try:
@@ -90,7 +90,7 @@ def is_patched(folder: Path, patch: Path) -> bool:
 
 
 def version(name: str) -> str:
-    """Of an installed package, or ``none``."""
+    """Version of an installed package, or ``none``."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

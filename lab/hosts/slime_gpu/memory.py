@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GPU memory each pass of slime over a rollout needed at its peak, as a line of the log.
+"""Log the peak GPU memory of each pass of slime over a rollout.
 
 slime calls these with ``--custom-megatron-before-log-prob-hook-path slime_gpu.memory.before_scoring`` and
 ``--custom-megatron-before-train-step-hook-path slime_gpu.memory.before_step``, with one step per rollout. The peak of a
@@ -15,7 +15,7 @@ from . import in_turn
 
 GIB = 1 << 30
 _pass: tuple[int, str] | None = None
-"""Which rollout it is over, and what it does."""
+"""The rollout and the type of the pass."""
 
 
 def before_scoring(*_: Any) -> None:

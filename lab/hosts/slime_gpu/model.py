@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 END = "<|im_end|>"
-# Of the file's own storage; LlamaConfig has no such keys.
+# Keys of the file's own storage; LlamaConfig has no such keys.
 NOT_OF_THE_MODEL = ("quantization_config", "dtype", "torch_dtype", "_name_or_path")
 
 
 def packaged_file() -> Path:
-    """Where the package keeps the weights.
+    """The folder of the weights in the package.
 
     Raises:
         ModuleNotFoundError: The package is not installed.

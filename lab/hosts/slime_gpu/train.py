@@ -14,12 +14,12 @@ import sys
 import ray
 import torch
 
-# Two that train, and an engine of the host.
+# Two training ranks, and an engine of the framework.
 RANKS_ON_CPU = 3
 
 
 def main() -> None:
-    """Parse with the host's parser, and train with the host's loop."""
+    """Parse with the framework's parser, and train with the framework's loop."""
     host = sys.argv.pop(1)
     if os.environ.get("ON_CPU"):
         module, function = "host_cpu.device", "install"
@@ -31,7 +31,7 @@ def main() -> None:
     num_gpus = RANKS_ON_CPU if os.environ.get("ON_CPU") else torch.cuda.device_count()
     own = {
         "num_gpus": num_gpus,
-        # Ray starts as many workers beforehand. The hosts ask for less than this.
+        # Ray starts this many workers beforehand. The frameworks request fewer.
         "num_cpus": 3 + num_gpus,
         "include_dashboard": False,
         "_temp_dir": os.environ.get("RAY_TMPDIR"),

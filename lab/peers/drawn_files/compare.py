@@ -63,7 +63,7 @@ def arguments_of(text: str, launch: str, path: Path) -> argparse.Namespace:
 
 
 def error_of(function: Any, *arguments: Any) -> str | None:
-    """What a call raises, None if it returns."""
+    """The error of a call; None if it returns."""
     try:
         function(*arguments)
     except Exception as error:
@@ -104,7 +104,7 @@ def judge(folder: str, *, with_step: bool) -> list[dict[str, Any]]:
 
 
 def judged(files: list[Any], package: Path, slime: Path | None, folder: str) -> list[dict[str, Any]]:
-    """:func:`judge` in a process with this package, and slime where it is given."""
+    """:func:`judge` in a process with this package, and with slime if given."""
     path = os.pathsep.join(str(each) for each in (package, slime) if each is not None)
     command = [sys.executable, __file__, "--judge", folder, *(["--step"] if slime else [])]
     environment = os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}

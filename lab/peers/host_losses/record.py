@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records ``losses.pt.xz`` again: loss, metrics and gradients of the hosts' own policy losses, run here on a CPU.
+"""Records ``losses.pt.xz`` again: loss, metrics and gradients of the frameworks' own policy losses, run here on a CPU.
 
 The hosts' code is not part of this repository. With a clone of each, and httpx installed, from the repository's root:
 
@@ -38,11 +38,11 @@ REVISIONS = {
 }
 RTOL, ATOL = 1e-5, 1e-6
 FUSED = 2e-6
-"""What fused scoring may change, as a share of the largest entry of loss, metrics and gradient."""
+"""Tolerance of fused scoring, as a share of the largest entry of loss, metrics and gradient."""
 SMALLEST = {"loss": 0.1}
-"""The terms of a loss have both signs: where they cancel, a share of what is left says nothing."""
+"""The terms of a loss have both signs. If they cancel, a share of the rest is not informative."""
 WHOSE = ("host", "mis_ext", "fused")
-"""The host's own loss, and ours with the host's log-probs and with fused scoring."""
+"""The framework's own loss, and ours with the framework's log-probs and with fused scoring."""
 ROUNDED = 2**-8
 """The same for the gradient in Miles, which scores by a function of Megatron-Core that rounds it to bfloat16."""
 TOPOLOGIES = {False: ((1, 1), (2, 1)), True: ((1, 1), (2, 1), (1, 2))}
@@ -56,7 +56,7 @@ import loss_cases  # noqa: E402
 
 
 def recorded(function: Callable, batch: dict, reducer: Callable, options: dict) -> dict[str, Any]:
-    """What a loss function gives on this rank."""
+    """The result of a loss function on this rank."""
     args = loss_cases.host_args(**options)
     local = loss_cases.with_options(batch, args)
     logits = local.pop("logits").clone().requires_grad_()
@@ -180,19 +180,19 @@ def miles_rank(rank: int, cp_size: int, tp_size: int, store: str, folder: str, c
 
 
 def place_of(rank: int, cp_size: int, tp_size: int, *, is_padded: bool = False) -> dict:
-    """Where a rank stands; of the two kinds of parallelism there is one at a time."""
+    """The position of a rank; only one of the two kinds of parallelism is used at a time."""
     of_cp = {"cp_rank": rank if cp_size > 1 else 0, "cp_size": cp_size}
     return of_cp | {"tp_rank": rank if tp_size > 1 else 0, "tp_size": tp_size, "is_padded": is_padded}
 
 
 def topology_of(place: dict) -> str:
-    """As the file calls it."""
+    """The name in the file."""
     ranks = f"tp{place['tp_size']}" if place["tp_size"] > 1 else f"cp{place['cp_size']}"
     return f"{ranks}-{'bshd' if place['is_padded'] else 'thd'}"
 
 
 class _Stub(types.ModuleType):
-    """ray, which Miles imports for what is not used here: decorators, and classes that are annotated with."""
+    """Replacement for ray, which Miles imports only for decorators and annotations here."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -221,7 +221,7 @@ def run_host(host: str, folder: str, *, check: bool) -> None:
 
 
 def run_hosts(clones: dict[str, Path], *, check: bool, compiled: bool) -> dict[str, dict]:
-    """What each rank of each topology gave, by whose loss it is."""
+    """The results of each rank of each topology, by loss."""
     found: dict[str, dict] = {whose: {} for whose in WHOSE}
     with tempfile.TemporaryDirectory() as temporary:
         for host, revision in REVISIONS.items():
@@ -249,7 +249,7 @@ def run_hosts(clones: dict[str, Path], *, check: bool, compiled: bool) -> dict[s
 
 
 Judge = Callable[[str, dict, dict], str]
-"""From the host and two losses to how they differ; empty where they do not."""
+"""Maps framework and two losses to their differences; empty if equal."""
 
 
 def differs(_host: str, found: dict, wanted: dict) -> str:
@@ -307,12 +307,12 @@ def without(losses: dict[str, dict], *names: str) -> dict[str, dict]:
 
 
 def without_metrics(losses: dict[str, dict], names: Collection[str]) -> dict[str, dict]:
-    """Loss and gradient of some options, which do not depend on the host."""
+    """Loss and gradient of some options that do not depend on the framework."""
     return {name: of | {"metrics": {}} for name, of in losses.items() if name in names}
 
 
 def exact_gradients(found: dict[str, dict]) -> tuple[dict, dict]:
-    """Of packed samples what fused scoring gives in Miles, and what slime's own function gives, which rounds less."""
+    """For packed samples, the results of fused scoring in Miles and of slime's own function, which rounds less."""
     ours, theirs = {}, {}
     for topology in [name for name in found["fused"] if name.startswith("miles") and name.endswith("thd")]:
         of_slime = found["host"].get(topology.replace("miles", "slime"), {})
@@ -324,7 +324,7 @@ def exact_gradients(found: dict[str, dict]) -> tuple[dict, dict]:
 
 
 def largest_shares(host: str, found: dict[str, dict], wanted: dict[str, dict]) -> str:
-    """Of loss, metrics and gradient, over all options that are in both."""
+    """Differences of loss, metrics and gradient, over all common options."""
     names = found.keys() & wanted.keys()
     pairs = [[loss_cases.without_differences(host, name, of[name]) for of in (found, wanted)] for name in names]
     pairs = [pair for pair in pairs if [*pair[0]["metrics"]] == [*pair[1]["metrics"]]]
@@ -336,7 +336,7 @@ def largest_shares(host: str, found: dict[str, dict], wanted: dict[str, dict]) -
 
 
 def check(found: dict[str, dict]) -> int:
-    """Print what is compared, and how it differs; the exit code."""
+    """Print the comparisons and differences; return the exit code."""
     with lzma.open(FILE, "rb") as file:
         record = torch.load(file)
     revisions = record.pop("revisions")

@@ -81,7 +81,7 @@ class Runs:
         return trainer
 
     def inputs(self, trainer: Any, batch: Batch) -> dict[str, Any]:
-        """What TRL makes of the rollout, with the advantages of the batch."""
+        """TRL's batch of the rollout, with the advantages."""
         trainer.scores = {
             "proximal": batch["old_log_prob"],
             "reference": batch["old_log_prob"] - 0.1,
@@ -106,10 +106,10 @@ class Runs:
 
 
 def rollout(batch: Batch) -> dict[str, Any]:
-    """As a ``rollout_func`` returns it: every row to its last token of the policy, holes in ``env_mask``."""
+    """In the format of a ``rollout_func``: every row up to its last token of the policy, with holes in ``env_mask``."""
     mask = batch["response_mask"]
     width = mask.shape[1]
-    # The first row has all columns, so that TRL pads the others to them.
+    # The first row has all columns, so that TRL pads the other rows to them.
     lengths = [max([width if row == 0 else 1, *(mask[row].nonzero()[:, 0] + 1).tolist()]) for row in range(len(mask))]
     return {
         "prompt_ids": [[2, 3]] * len(mask),
@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if trl.__version__ != VERSION:
         parser.error(f"trl {trl.__version__}: install trl=={VERSION}")
-    # Of rollout_func, and of loss types that are not meant for these levels.
+    # Warnings of rollout_func, and of loss types that are not meant for these levels.
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     batches = verl_cases.batches()

@@ -47,7 +47,7 @@ def actor_config(info: dict[str, Any], **settings: Any) -> Any:
 
 
 def value_and_gradient(function: Any, batch: dict, **arguments: Any) -> dict[str, Any]:
-    """Of a policy loss, by the current log-probs."""
+    """Gradient of a policy loss with respect to the current log-probs."""
     current = batch["log_prob"].clone().requires_grad_()
     tensors = {name: batch[name] for name in ("old_log_prob", "advantages", "response_mask")}
     loss, _ = function(log_prob=current, **tensors | arguments)
@@ -56,7 +56,7 @@ def value_and_gradient(function: Any, batch: dict, **arguments: Any) -> dict[str
 
 
 def corrected(options: dict[str, Any], batch: dict) -> dict[str, Any]:
-    """What verl's trainer, or its bypass mode, makes of these options with whatever function corrects."""
+    """The result of verl's trainer, or of its bypass mode, for these options with the registered correction."""
     from verl.protocol import DataProto
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo import rollout_corr_helper as helper
@@ -64,7 +64,7 @@ def corrected(options: dict[str, Any], batch: dict) -> dict[str, Any]:
 
     config = RolloutCorrectionConfig(**options)
     if config.bypass_mode:
-        # As verl's trainer does it: the old log-probs are those of the rollout.
+        # As in verl's trainer, the old log-probs are those of the rollout.
         batch = batch | {"old_log_prob": batch["rollout_log_prob"]}
         actor = actor_config(
             dict(verl_cases.GLOBAL), policy_loss={"loss_mode": "bypass_mode", "rollout_correction": config}
@@ -100,7 +100,7 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def mask_of(options: dict[str, Any], batch: dict) -> list[list[int]]:
-    """What verl keeps."""
+    """The mask that verl keeps."""
     from verl.trainer.ppo import rollout_corr_helper as helper
 
     tensors = [batch[name] for name in ("old_log_prob", "rollout_log_prob", "response_mask")]
@@ -108,7 +108,7 @@ def mask_of(options: dict[str, Any], batch: dict) -> list[list[int]]:
 
 
 def all_numbers() -> dict[str, Any]:
-    """With verl as it is, and with ours in it."""
+    """With unmodified verl, and with our functions registered."""
     from verl.trainer.ppo import core_algos, rollout_corr_helper
 
     from mis_ext.hosts.verl import register
@@ -149,7 +149,7 @@ def all_numbers() -> dict[str, Any]:
 
 
 def comparable(name: str, found: dict) -> dict:
-    """What of a loss is divided by the same: where no row is empty, and the whole batch is the micro-batch."""
+    """Losses with an equal denominator: no row is empty, and the micro-batch is the whole batch."""
     if name.partition(",")[0] not in verl_cases.DIVIDES_BY_ROWS:
         return found
     return {each: numbers for each, numbers in found["plain"].items() if each != "far"}

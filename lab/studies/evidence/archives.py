@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 class Archives:
-    """The archives of a folder, as they are at the first question; a group's own archive may come later."""
+    """The archives of a folder at the first access; a group's own archive may come later."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -35,7 +35,7 @@ class Archives:
         return self._path(group) is not None
 
     def head(self, group: str) -> dict[str, Any]:
-        """What is known of a whole group."""
+        """Data of a whole group."""
         found: dict[str, Any] = self._table(group)["head"]
         return found
 

@@ -22,7 +22,7 @@ BLOCKS = {"fp8_blocks": "fp8", "int8_blocks": "blockwise_int8"}
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """Which engine with which settings.
+    """An engine with its settings.
 
     Attributes:
         kind: ``sglang``, or ``transformers``, which has none of the settings below.
@@ -45,12 +45,12 @@ class EngineSpec:
 
     @property
     def started(self) -> EngineSpec:
-        """What the engine is started as: SGLang gets rounded weights, and does not know that they are."""
+        """The settings of the started engine: SGLang gets rounded weights without knowing it."""
         is_rounded = self.kind == "sglang" and self.weights not in BLOCKS
         return replace(self, weights="auto") if is_rounded else self
 
     def quantizer_of(self, shapes: Mapping[str, tuple[int, ...]]) -> BlockQuantizer | None:
-        """What quantises weights of these shapes, by transformers name, in blocks; None: nothing does."""
+        """The quantizer of weights of these shapes, by transformers name, in blocks; None: no quantization."""
         return BlockQuantizer.create(BLOCKS[self.weights], shapes) if self.weights in BLOCKS else None
 
     def rounded(self, weights: Weights) -> Weights:
@@ -98,7 +98,7 @@ def to_mantissa(weight: Tensor, *, bits: int) -> Tensor:
 
 
 def to_int4(weight: Tensor, *, block: int = 32) -> Tensor:
-    """What integers from -7 to 7 stand for, the largest number of a block being 7 of its scale."""
+    """Dequantize integers from -7 to 7; the largest number of a block is 7 times its scale."""
     blocks = weight.float().unflatten(-1, (-1, block))
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 7
     return ((blocks / scale).round() * scale).flatten(-2).to(weight.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained: runs, and how their engine and trainer are set."""
+"""Training groups: runs, and the settings of their engine and trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .engines import EngineSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What happens to the loss of a run.
+    """Changes of the loss of a run.
 
     Attributes:
         name: In results and plots.
@@ -41,7 +41,7 @@ class Group:
         updates: Optimizer steps per rollout.
         temperature: Of sampling and scoring.
         eval_interval: Steps between evaluations of the trainer policy.
-        dump_steps: Steps of which the first method's log-probs and log-ratios are kept: some sequences, in float16.
+        dump_steps: Steps for which log-probs and log-ratios of the first method are kept: some sequences, in float16.
     """
 
     name: str

@@ -33,11 +33,12 @@ class Difference(NamedTuple):
         return cls(mean, mean - half, mean + half, count, p_value)
 
     def verdict(self, margin: float, p_value: float | None = None) -> str:
-        """What the interval says; a difference within the margin is none (equivalence test at 2.5 % on each side).
+        """Verdict of the interval; a difference within the margin counts as none (equivalence test, 2.5 % on each
+        side).
 
         Args:
             margin: Of no difference. A claim needs a mean beyond it.
-            p_value: Adjusted for the other comparisons of a table, in the place of its own.
+            p_value: Adjusted for the other comparisons of a table; replaces its own p-value.
         """
         if -margin < self.low and self.high < margin:
             return "no difference"

@@ -108,7 +108,7 @@ def _healthy(runs: Sequence[tuple[str, str, Steps]]) -> dict[str, int]:
 
 
 def _failures(runs: Sequence[Steps]) -> dict[str, int]:
-    """Of uncorrected runs with stale weights: how many failed, and in how many the fixed limit fires."""
+    """For uncorrected runs with stale weights: how many failed, and in how many the fixed limit fires."""
     failed = [max(own) - own[-1] > HARM for own in map(own_rewards, runs)]
     fired = [bool(_means(rows)[WINDOW:].max() > HIGHEST) for rows in runs]
     found = sum(np.logical_and(failed, fired))
@@ -116,7 +116,7 @@ def _failures(runs: Sequence[Steps]) -> dict[str, int]:
 
 
 def _tiny(rows: Steps) -> dict[str, int]:
-    """Of the runs of the tiny model: in how many k3 is high at once, how many end well, and where the rule fires."""
+    """For the runs of the tiny model: how many have a high k3 at once, how many end well, and where the rule fires."""
     runs: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         runs[row["method"], row["seed"]].append(row)
