@@ -182,8 +182,8 @@ def _readings_of(
 ) -> tuple[Literal["grid", "flat", "table"], list[_Reading]]:
     """All ways to read the tensor; flattened tokens only if no two dimensions fit, because many tensors start with 1.
 
-    Tables of positions for each sequence come last, for the same reason. With as many sequences as tokens, a mask ``[b,
-    1, s, keys]`` has the shape of such a table ``[s, 1, ...]``.
+    Tables of positions for each sequence come last, for the same reason. With as many sequences as tokens, a mask
+    ``[b, 1, s, keys]`` has the shape of such a table ``[s, 1, ...]``.
     """
     num_sequences, num_tokens = rows.position.shape
     is_mask = num_sequences == num_tokens > 1 and tensor.dim() == 4 and tensor.shape[1:3] == (1, num_tokens)

@@ -30,7 +30,7 @@ class Result(NamedTuple):
 
 
 def require(*modules: str, to_show: bool = False) -> None:
-    """Raise an error that names all missing packages.
+    """Raise an error that names all missing packages, before any work is done.
 
     Args:
         *modules: Names of modules, which are also the names of their packages.

@@ -49,9 +49,9 @@ UNKNOWN = Interval(math.nan, math.nan)
 def standard_error(total_S: Tensor, count_S: Tensor, prompt_S: Tensor) -> float:
     """Return the standard error of ``sum(total_S) / sum(count_S)`` over prompts; NaN for fewer than 4.
 
-    Responses to one prompt are correlated; only prompts are sampled independently. With the residual of a prompt, ``e =
-    total - ratio * count``, and ``n`` prompts, it is ``sqrt(n / (n - 1) * sum(e^2)) / sum(count)``: Cochran, Sampling
-    Techniques, 1977, chapter 6 (ratio of two sums); over clusters as in Miller, Adding Error Bars to Evals,
+    Responses to one prompt are correlated; only prompts are sampled independently. With the residual of a prompt,
+    ``e = total - ratio * count``, and ``n`` prompts, it is ``sqrt(n / (n - 1) * sum(e^2)) / sum(count)``: Cochran,
+    Sampling Techniques, 1977, chapter 6 (ratio of two sums); over clusters as in Miller, Adding Error Bars to Evals,
     arXiv:2411.00640.
 
     Args:
