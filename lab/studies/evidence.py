@@ -122,7 +122,7 @@ def main() -> None:
         raise SystemExit(run_workers(options.workers, options.memory_share or USABLE_MEMORY / options.workers))
     if options.command == "run":
         if options.memory_share and options.device.startswith("cuda"):
-            # Free torch's cached memory for the other processes.
+            # Otherwise the cache of torch could take the memory of other processes.
             torch.cuda.set_per_process_memory_fraction(options.memory_share)
         index, _, workers = options.worker.partition("/")
         groups = [group for study in studies for group in study.groups]

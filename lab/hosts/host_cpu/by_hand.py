@@ -31,7 +31,7 @@ class ByHand:
     prompt_mean: bool = False
 
     def first_gradient_norm(self, inputs: Path) -> float:
-        """The gradient of PPO's loss, whose ratio is 1 in the first step, with token weights of at most `CAP`."""
+        """The gradient norm of PPO's loss, whose ratio is 1 in the first step, with token weights of at most `CAP`."""
         model = Qwen3ForCausalLM.from_pretrained(inputs / "model").double()
         samples = torch.load(inputs / self.folder / "0.pt", weights_only=False)["samples"]
         for sample in samples:

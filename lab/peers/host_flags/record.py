@@ -26,7 +26,7 @@ REVISIONS = {
     "miles": "31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
     "megatron": "d98e8a64ddf34856e74b24714e3bedb2f5a39553",
 }
-"""The files of the package with the name of the framework."""
+"""Revisions of the packages with these names."""
 
 
 def names_of(source: str) -> Iterator[str]:

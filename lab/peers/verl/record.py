@@ -47,7 +47,7 @@ def actor_config(info: dict[str, Any], **settings: Any) -> Any:
 
 
 def value_and_gradient(function: Any, batch: dict, **arguments: Any) -> dict[str, Any]:
-    """Gradient of a policy loss with respect to the current log-probs."""
+    """A policy loss, and its gradient with respect to the current log-probs."""
     current = batch["log_prob"].clone().requires_grad_()
     tensors = {name: batch[name] for name in ("old_log_prob", "advantages", "response_mask")}
     loss, _ = function(log_prob=current, **tensors | arguments)
