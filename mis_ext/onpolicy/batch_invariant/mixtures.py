@@ -160,5 +160,4 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
 }
 
 OVERRIDES_OF_LIBRARIES = {"transformers::grouped_mm_fallback": grouped_mm}
-"""Operators that would hide their matmuls from the mode, by name, as their library may be imported later or never.
-"""
+"""Operators that would hide their matmuls from the mode, by name, as their library may be imported later or never."""
