@@ -62,7 +62,7 @@ def attention(
     Raises:
         ValueError: Shapes do not fit.
         TypeError: The mask is not boolean, or the tensors have different dtypes.
-        NotImplementedError: ``key_slots`` is given with a mask, or a derivative is needed.
+        NotImplementedError: ``key_slots`` is given together with a mask, or where a derivative is needed.
         RuntimeError: Differentiation is in forward mode, by ``torch.func``, or twice, which torch refuses.
     """
     if cu_seqlens_k is None:

@@ -29,7 +29,7 @@ class Rows:
             ``[b, K]`` if the logits keep a batch dimension.
 
     Raises:
-        ValueError: The shapes do not broadcast, a sequence is negative, a token is duplicate, or ``kept`` is outside
+        ValueError: The shapes do not broadcast, a sequence is negative, a token occurs twice, or ``kept`` is outside
             the grid.
         TypeError: A tensor is not of integers.
     """
