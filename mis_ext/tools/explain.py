@@ -183,8 +183,8 @@ MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0
 FEW_SEQUENCES_ESS = 0.2
 """If the effective sample size of products of ratios is below this share, a few responses dominate.
 
-In the Gaussian approximation it is exp(-s^2), with s the standard deviation of the log of a product. Then the share
-Phi(-s) of the responses has half of all weight: a tenth of them at 0.19, a fifth at 0.5, one in fifteen at 0.1.
+In the Gaussian approximation it is exp(-s^2), with s the standard deviation of the log of a product. Then the heaviest
+Phi(-s) of the responses have half of all weight: a tenth of them at 0.19, a fifth at 0.5, one in fifteen at 0.1.
 """
 HARMLESS_K3 = 1e-3
 """Up to this k3, no study found a correction better or worse than no correction."""
@@ -289,7 +289,7 @@ def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | No
     if found.learning_rate < MIN_LEARNING_RATE:
         yield Trap(
             "low_learning_rate",
-            f"multiplies the gradient by {found.learning_rate:.2g} on average: with SGD also the step; with Adam, or "
+            f"multiplies the gradient by {found.learning_rate:.2g} on average, and with SGD the step; with Adam, or "
             "if the norm is clipped, a constant factor cancels",
         )
 

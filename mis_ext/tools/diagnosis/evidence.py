@@ -328,7 +328,7 @@ class Evidence:
 
     @cached_property
     def raised(self) -> tuple[float, float, float]:
-        """Number of open tokens, the share that the trainer finds more probable, and its standard error by response."""
+        """Number of open tokens, share that the trainer finds more probable, and its standard error over responses."""
         open_T = is_open(self.engine_T, self.d_T)
         open_S, raised_S = self.per_sample(open_T), self.per_sample(open_T & (self.d_T > 0.0))
         total = float(open_S.sum())
