@@ -2,7 +2,7 @@
 """Train a small decoder by GRPO, with the mismatch between engine and trainer measured and corrected.
 
 The trainer is Megatron-Core; the responses come from a separate inference engine. ``run.sh`` in this folder installs
-the requirements and starts it. If they are installed, ``python examples/train_grpo.py`` checks the arguments, and
+the requirements and starts it. If they are installed, ``python examples/train_grpo.py`` checks what it can, and
 starts NPROC ranks (2) with the flags that the configuration needs. ``torchrun`` starts ranks with only the given flags.
 """
 

@@ -178,7 +178,7 @@ def transformer_config(
 def build_model(
     shape: ModelShape, config: TransformerConfig, *, seed: int, core_attention: type | None = GatheredAttention
 ) -> GPTModel:
-    """Build the trainer's model with equal weights on every rank. The default core attention is Megatron's own."""
+    """Build the trainer's model with equal weights on every rank. Without ``core_attention``, it is Megatron's own."""
     # Without Transformer Engine, Megatron-Core 0.16 forgets to define this name, which its routers look up.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -35,7 +35,7 @@ def sglang_server(
     dtype: str = "float32",
     returns_experts: bool = False,
 ) -> Iterator[int]:
-    """Run ``sglang.launch_server`` with a model directory, and return its port.
+    """Run ``sglang.launch_server`` with a model directory, and yield its port.
 
     Args:
         model: Directory with configuration, weights and tokenizer.
