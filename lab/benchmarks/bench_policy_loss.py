@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of the full policy loss after the log-probs: mis_ext.policy_loss, and the frameworks' loop over samples.
+"""The cost of the full policy loss after the log-probs: mis_ext.policy_loss, and a loop over samples per name.
 
     python lab/benchmarks/bench_policy_loss.py [--device cuda] [--shape 64x2048] [--metrics all] [--json FILE]
 

@@ -392,7 +392,7 @@ def _begun(part: str, shape: str, way: Way | Row, options: argparse.Namespace) -
 
 
 def _first_calls(way: Way, problem: Problem, world: World) -> Row:
-    """Compilation is in the first pass; the peak is that of the second pass."""
+    """Code that compiles does so in the first call; the peak is of the second."""
     _timed(way, problem, world)
     if world.device.type != "cuda":
         return {"peak_bytes": None}
@@ -573,7 +573,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def is_chosen(name: str, options: argparse.Namespace) -> bool:
-    """The matmuls alone, as the baseline."""
+    """Whether a contender is measured. The matmuls always are, as the baseline, unless left out by name."""
     if any(word in name for word in options.without):
         return False
     return options.ways is None or name.startswith("four") or any(word in name for word in options.ways)

@@ -161,7 +161,7 @@ class Responses:
         return Responses(self.response_lengths, self.total_lengths, *tensors)
 
     def relaid(self, response_lengths: list[int]) -> Responses:
-        """The same prompts and, if possible, the same tokens, split into other lengths."""
+        """The same prompts and, as many as are needed, the same tokens, split into other lengths."""
         prompts = [t - r for t, r in zip(self.total_lengths, self.response_lengths, strict=True)]
         totals = [p + r for p, r in zip(prompts, response_lengths, strict=True)]
         size = sum(response_lengths)

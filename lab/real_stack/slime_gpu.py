@@ -632,7 +632,7 @@ def memory_table(folder: Path) -> str:
             continue
         repeated = [rollout for rollout in steps if tokens[rollout] == tokens[0]]
         fit = max(steps, key=lambda rollout: tokens[rollout])
-        # The first step compiles, and the numbers of the first pass are not typical.
+        # The first step compiles, and what the log says of its pass holds for no other.
         seconds = [
             [perf[rollout][f"perf/{name}_time"] for rollout in repeated[1:] if f"perf/{name}_time" in perf[rollout]]
             for name in ("train", "log_probs")

@@ -205,7 +205,7 @@ class Places:
 
 
 def run_all(groups: Iterable[PretrainedGroup], results: Results, places: Places, stop: Stop) -> list[str]:
-    """Run the missing runs. Report and skip failed ones, and return their names. Without memory, skip all."""
+    """Run the missing runs. Report and skip failed ones, and return their names. Without memory, skip the rest."""
     failed = []
     for group in groups:
         if results.is_done(group) or stop:

@@ -37,7 +37,7 @@ class Watcher:
 
 
 def main() -> None:
-    """Parse every command line with the framework's ``parse_args``, which reads the ``--custom-config-path`` too."""
+    """Parse every command line with the framework's ``parse_args``, which reads ``--custom-config-path`` files too."""
     host, out = sys.argv[1], Path(sys.argv[2])
     device.install()
     arguments = importlib.import_module(f"{host}.utils.arguments")

@@ -91,7 +91,7 @@ def train(host: Host, case: Case, *, inputs: Path, folder: Path) -> Result:
 
 
 def check_documented(host: Host, *, inputs: Path, folder: Path) -> tuple[str, list[str]]:
-    """Parse every launch of the pages with the framework's parser; return the number of checks and the errors."""
+    """Parse every launch of the pages with the framework's parser; return what was checked, and the errors."""
     launches = documented.launches(ROOT) + documented.made_launches(ROOT)
     own = folder / "my.yaml"
     own.write_text("{}\n")

@@ -21,7 +21,7 @@ NOT_OF_THE_MODEL = ("quantization_config", "dtype", "torch_dtype", "_name_or_pat
 
 
 def packaged_file() -> Path:
-    """The folder of the weights in the package.
+    """The file of the weights in the package.
 
     Raises:
         ModuleNotFoundError: The package is not installed.

@@ -221,7 +221,7 @@ def run_host(host: str, folder: str, *, check: bool) -> None:
 
 
 def run_hosts(clones: dict[str, Path], *, check: bool, compiled: bool) -> dict[str, dict]:
-    """The results of each rank of each topology, by loss."""
+    """The results of each rank of each topology, by whose loss it is."""
     found: dict[str, dict] = {whose: {} for whose in WHOSE}
     with tempfile.TemporaryDirectory() as temporary:
         for host, revision in REVISIONS.items():
@@ -307,7 +307,7 @@ def without(losses: dict[str, dict], *names: str) -> dict[str, dict]:
 
 
 def without_metrics(losses: dict[str, dict], names: Collection[str]) -> dict[str, dict]:
-    """Loss and gradient of some options that do not depend on the framework."""
+    """Loss and gradient of some options: unlike metrics, they do not depend on the framework."""
     return {name: of | {"metrics": {}} for name, of in losses.items() if name in names}
 
 

@@ -98,7 +98,7 @@ def to_mantissa(weight: Tensor, *, bits: int) -> Tensor:
 
 
 def to_int4(weight: Tensor, *, block: int = 32) -> Tensor:
-    """Dequantize integers from -7 to 7; the largest number of a block is 7 times its scale."""
+    """Round to integers from -7 to 7 times a scale per block; its largest number is 7 times the scale."""
     blocks = weight.float().unflatten(-1, (-1, block))
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 7
     return ((blocks / scale).round() * scale).flatten(-2).to(weight.dtype)

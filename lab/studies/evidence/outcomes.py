@@ -33,7 +33,7 @@ class Difference(NamedTuple):
         return cls(mean, mean - half, mean + half, count, p_value)
 
     def verdict(self, margin: float, p_value: float | None = None) -> str:
-        """Verdict of the interval; none if within the margin (equivalence test at 2.5 % on each side).
+        """Verdict of the interval; no difference if within the margin (equivalence test at 2.5 % on each side).
 
         Args:
             margin: Of no difference. A claim needs a mean beyond it.
