@@ -97,7 +97,7 @@ class PackingReport:
             )
         reach = max(each.last_position or 0 for each in found)
         if reach < 8 and any(each.length > 2 * reach for each in found):
-            return f"only positions up to {reach} differ: a window at the start of a sequence (convolution)"
+            return f"only positions up to {reach} differ: a window at the start of a sequence, such as a convolution's"
         return "sequences read earlier sequences, or have wrong positions: check state, attention, and position ids"
 
     def __str__(self) -> str:
