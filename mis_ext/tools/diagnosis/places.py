@@ -256,8 +256,8 @@ def _unfit_words(left: Left) -> tuple[str, ...]:
     looks_like="At most 3 % of the uncertain tokens differ 12 times as much as is typical, and carry at least 60 % "
     "of k3",
     advice="In an MoE model, replay the engine's routing (R3): it reduced k3 from 4e-4 to 5e-5 in a small model, and "
-    "from 2.4e-3 to 1.1e-3 in a pretrained one with the same reward. Look at the worst tokens. Truncated token "
-    "weights (preset mis) limit the effect of each.",
+    "from 2.4e-3 to 1.1e-3 in a pretrained one, whose reward stayed the same. Look at the worst tokens. Truncated "
+    "token weights (preset mis) limit the effect of each.",
     is_shape=True,
 )
 def experts(left: Left) -> Found | None:

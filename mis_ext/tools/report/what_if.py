@@ -40,8 +40,8 @@ class Outcome:
             correction.
         residual: Mean absolute distance of that factor from the ratio, before normalization: the uncorrected rest of
             each token. Without correction, twice the total variation.
-        removed_positive: Share of tokens with positive advantage without a policy gradient. ``removed_negative``: of
-            those with negative advantage.
+        removed_positive: Share of the tokens with a positive advantage that have no policy gradient.
+            ``removed_negative``: the same share of the tokens with a negative advantage.
     """
 
     kept_tokens: float
