@@ -103,6 +103,16 @@ def test_every_method_is_explained_by_its_name_as_its_file_is(name, tmp_path, ca
         assert file[part] == found[part], part
 
 
+def test_a_presets_name_wins(capsys) -> None:
+    assert "icepop" in METHODS
+    found = explained(capsys, "icepop")
+    assert found["about"] == {}
+    assert [step["name"] for step in found["steps"]][:2] == ["ratio", "weight, token"]
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    assert "if no preset has that name" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_method_beside_a_correction_is_one_more_step_and_is_shown(tmp_path, capsys) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(

@@ -214,6 +214,18 @@ def test_a_module_that_first_runs_in_a_later_step_has_its_place_in_the_order(tmp
     assert [*read_sglang_dumps(tmp_path).outputs] == ["before", "first", "adapter", "last"]
 
 
+def test_a_module_dumped_twice_in_a_step_was_called_twice(tmp_path) -> None:
+    dumps = Dumps(tmp_path / "a")
+    dumps.forward([0, 1], [2], ["r"])
+    for factor in (1, 2):
+        dumps.hidden("shared.output", torch.ones(2, 3) * factor)
+    outputs = read_sglang_dumps(tmp_path / "a").outputs
+    assert (outputs["shared"][""].values.unique().tolist(), outputs["shared#1"][""].values.unique().tolist()) == (
+        [1],
+        [2],
+    )
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
