@@ -219,6 +219,24 @@ def test_an_option_that_is_null_does_nothing(name) -> None:
     assert convert_verl(options | {name: None}) == convert_verl(options)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.sh", "set -x\npython3 -m verl.trainer.main_ppo \\\n  algorithm.rollout_correction.rollout_is=token $@\n"),
+        ("overrides.yaml", "- algorithm.rollout_correction.rollout_is=token\n"),
+        ("config.yaml", "trainer: {}\n"),
+    ],
+)
+def test_a_file_that_is_no_whole_configuration_is_told_where_one_is(name, text, tmp_path, capsys) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit):
+        main(["convert", "verl", str(tmp_path / name)])
+    error = capsys.readouterr().err
+    assert name in error or "no rollout correction of verl" in error
+    assert ".hydra/config.yaml" in error
+    assert "--cfg job" in error
+
+
 def kept_by(keys: dict, batch: dict) -> torch.Tensor:
     streams = {"proximal_logprobs": batch["old_log_prob"], "behavior_logprobs": batch["rollout_log_prob"]}
     return mis_ext.correct_padded(keys, **streams, response_mask=batch["response_mask"]).keep_mask

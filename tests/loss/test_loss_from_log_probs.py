@@ -371,6 +371,35 @@ def test_the_temperature_is_that_of_the_keys() -> None:
         from_hidden({"rollout_temperature": 1.0}, given, 0.7)
 
 
+@pytest.mark.parametrize("name", ["gates, kl, entropy", "tokens", "kept by method"])
+def test_packed_hidden_states_and_context_parallel_ranks(name) -> None:
+    batch = batch_of()
+    given, lengths, totals = of_head(batch), batch["response_lengths"], batch["total_lengths"]
+    weight, wanted = given["weight"], from_hidden(OPTIONS[name], given, 1.0)
+
+    def rows(key: str) -> list[torch.Tensor]:
+        return [row[:length] for row, length in zip(given[key], lengths, strict=True)]
+
+    samples = {key: rows(key) for key in given if key not in ("weight", "response_mask")}
+    mask = torch.cat(rows("response_mask"))
+
+    def on_rank(rank: Rank) -> tuple:
+        place = {"cp_rank": rank.cp_rank, "cp_size": 2}
+        mine = take([torch.arange(length) for length in lengths], total_lengths=totals, **place)
+        own = {
+            key: torch.cat([sample[part] for sample, part in zip(each, mine, strict=True)])
+            for key, each in samples.items()
+        }
+        layout = PackedLayout.context_parallel(lengths, total_lengths=totals, **place)
+        own |= {"weight": weight, "response_mask": mask}
+        return from_hidden(OPTIONS[name], own, 1.0, layout=layout, groups=rank.groups)
+
+    parts = run_ranks(on_rank, cp_size=2)
+    assert [part for part in parts if isinstance(part, Exception)] == []
+    torch.testing.assert_close(sum(part[0].total for part in parts), wanted[0].total, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(sum(part[1][1] for part in parts), wanted[1][1], rtol=1e-4, atol=1e-7)
+
+
 def test_only_response_tokens_go_through_the_head(monkeypatch) -> None:
     from mis_ext.hosts import whole_loss
 

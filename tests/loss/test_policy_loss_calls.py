@@ -14,6 +14,7 @@ from loss_cases import GATES, HOOK, KL
 from synchronisation import recorded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import mis_ext
 from mis_ext.hosts.groups import Groups
@@ -199,6 +200,29 @@ def test_a_pass_that_nobody_needs_is_said(mode) -> None:
     without = called(HOOK | BEHAVIOR | {"mis_loss_mode": mode})
     assert torch.equal(with_pass[2], without[2])
     assert all(torch.equal(with_pass[1][name], without[1][name]) for name in without[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_gives_the_same(use_reentrant) -> None:
+    keys = GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1}
+    plain = called(keys)
+
+    def twice(args, batch, logits):
+        return checkpoint(mis_ext.policy_loss, args, batch, logits, None, use_reentrant=use_reentrant)
+
+    again = called(keys, function=twice) if not use_reentrant else reentrant(keys, twice)
+    assert torch.equal(plain[0], again[0])
+    assert torch.equal(plain[2], again[2])
+    assert all(torch.equal(plain[1][name], again[1][name]) for name in plain[1])
+
+
+def reentrant(keys: dict, function) -> tuple:
+    """Which knows `backward` only."""
+    batch = local()
+    logits = batch.pop("logits").clone().requires_grad_()
+    loss, metrics = function(loss_cases.host_args(**keys), batch, logits)
+    loss.backward()
+    return loss.detach(), metrics, logits.grad
 
 
 class Counted(TorchDispatchMode):
