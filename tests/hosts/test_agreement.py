@@ -556,6 +556,25 @@ def test_a_rank_without_samples_needs_no_log_probs(absent) -> None:
     assert [type(outcome) for outcome in run_ranks(work, dp_size=2)] == [tuple, tuple]
 
 
+@pytest.mark.parametrize("empty", [{1}, {0, 1}], ids=["one rank", "all ranks"])
+def test_zero_samples_are_a_legal_rollout(empty) -> None:
+    def work(rank: Rank) -> tuple:
+        args = args_of(mis_denominator="kept", tis_batch_normalize=True, use_rs=True)
+        batch = without_samples() if rank.dp_rank in empty else local_batch(rank)
+        data = {"log_probs": batch["train_log_probs"], **batch, "rollout_mask_sums": torch.full((4,), 40.0)}
+        if rank.dp_rank in empty:
+            data |= {"log_probs": None, "rollout_mask_sums": torch.empty(0)}
+        prepare_rollout(args, 0, data)
+        return call(rank, batch, args)[0]
+
+    single = run_ranks(lambda rank: work(Rank(rank.number, rank.groups)), cp_size=2)
+    outcomes = run_ranks(work, cp_size=2, dp_size=2)
+    for rank, loss in enumerate(outcomes):
+        assert isinstance(loss, torch.Tensor), loss
+        if rank // 2 not in empty:
+            assert torch.equal(loss, single[rank])
+
+
 @pytest.mark.parametrize("keys", [{"mis_denominator": "kept"}, {"tis_batch_normalize": True}], ids=str)
 def test_a_rank_without_log_probs_does_not_count(keys) -> None:
     keys = keys | {"use_rs": True, "rs_lower_bound": 0.98, "rs_upper_bound": 1.02, "mis_guard": "warn"}
