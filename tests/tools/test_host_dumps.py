@@ -203,7 +203,7 @@ def test_rollout_log_probs_that_are_not_those_of_the_engine_are_invalid(dumps, t
     first = report["problems"][0]
     assert (first["sample"], first["position"]) == (0, 0)
     assert "in the engine's record" in first["reason"]
-    assert "changed or filled in on the way" in first["reason"]
+    assert "between the engine and the trainer" in first["reason"]
     # Under the mask nothing is compared.
     masked = SAMPLES[0]["mask"].index(0)
     for sample, made in zip(content["samples"], SAMPLES, strict=True):

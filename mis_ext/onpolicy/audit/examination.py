@@ -94,8 +94,9 @@ def _find_record_difference(rollout: Tensor, record: DumpedSample, active_T: Ten
     position = first_true(active_T & ~same_bits(rollout, recorded))
     if position is None:
         return None
-    pair = f"{rollout[position].item()!r}, and {recorded[position].item()!r} in the engine's record"
-    return Problem(f"the rollout log-prob is {pair}{where}: it was changed or filled in later", position=position)
+    pair = f"{rollout[position].item()!r}, and {recorded[position].item()!r} in the engine's record{where}"
+    changed = f"the rollout log-prob is {pair}: it was changed or filled in between the engine and the trainer"
+    return Problem(changed, position=position)
 
 
 def active_tokens(mask: Any, length: int) -> Tensor:
