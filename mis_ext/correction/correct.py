@@ -10,9 +10,9 @@ passes, as graphs of :mod:`mis_ext.correction.compiled` or operation by operatio
 
 Example of a filter: ``rs_veto_threshold: 1.0e-4``. ``_gates`` of ``keys/reading.py`` creates
 ``Gate(statistic="ratio", reduce="min", low=1e-4)`` from it, by ``VETOES`` of ``keys/rows.py``. :func:`token_pass`
-computes the log-ratio ``d`` of each token, and :func:`gate_sum` requests the maximum of ``-d`` in each response.
-:func:`decide_responses` compares the minimum of ``d`` with ``log 1e-4``. A response token without a finite ratio also
-vetoes. ``keep`` of the response is then False, and :func:`output_pass` masks the response.
+computes the log-ratio ``d`` of each token, and :func:`gate_sum` requests the maximum of ``-d`` in each response, which
+is minus the minimum of ``d``. :func:`decide_responses` sets ``keep`` of the response to False if that minimum is below
+``log 1e-4``, or if a response token has no finite ratio. :func:`output_pass` masks the response.
 
 A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
 ``nonfinite_token_fraction`` counts it. Its whole response is masked if weights are per response, if a filter is a veto,
@@ -23,7 +23,7 @@ finite log-prob.
 Context-parallel ranks agree on the keep mask through ``collectives.py``. For filters on segments they first gather the
 values of the tokens. Then they gather the sums of each response and add them up in rank order (``Due.merge``), so all
 ranks make the same decision for each response. Last, they gather one bit per token, which the rank that holds the
-token sets (``Due.gather_bits``). Only a configuration that masks just whole responses, also for a NaN, needs no bits.
+token sets (``Due.gather_bits``). If a configuration can only mask whole responses, also for a NaN, no bits are needed.
 
 ==============  =======================================================================================================
 ``generated``   the policy generated the token: the response mask
@@ -262,8 +262,9 @@ def _in_mean(r: Responses) -> tuple[Tensor, Tensor]:
 
 IN_MEAN, NUMBER_IN_MEAN = BatchSum(lambda r: _in_mean(r)[0]), BatchSum(lambda r: _in_mean(r)[1])
 # TERMS is the denominator of the framework: with a per-token loss the number of response tokens, else the number of
-# responses. KEPT_TERMS is the denominator of mis_denominator: kept: with a per-token loss the number of kept tokens,
-# else the sum over responses of kept tokens / response tokens. The framework sums the mask: equal for masks of 0 and 1.
+# responses. (The framework sums the mask, which is the same if the mask has only 0 and 1.) KEPT_TERMS is the denominator
+# of mis_denominator: kept: with a per-token loss the number of kept tokens, else the sum over responses of kept tokens /
+# response tokens.
 TERMS = BatchSum(lambda r: r.generated if r.config.per_token_loss else r.generated > 0.0)
 KEPT_TERMS = BatchSum(lambda r: r.num_kept if r.config.per_token_loss else r.num_kept / r.generated.clamp(min=1.0))
 

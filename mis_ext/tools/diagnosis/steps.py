@@ -226,8 +226,9 @@ def change_words(tokens: Evidence) -> str:
 def stale(left: Left) -> Found | None:
     """Find weights of other steps: first from the canary, then from recorded versions.
 
-    Steps and files count only if recorded versions decide nothing. If this rule finds nothing, :func:`stale_by_size`
-    can still name the cause, after all other rules.
+    If recorded versions make it likely, steps and files are not compared. If they make it only possible, steps come
+    first and files last. If this rule finds nothing, :func:`stale_by_size` can still name the cause, after all other
+    rules.
     """
     tokens = left.tokens.without_samples(left.tokens.num_S > 0)
     if not len(tokens):
