@@ -262,8 +262,8 @@ def _in_mean(r: Responses) -> tuple[Tensor, Tensor]:
 
 IN_MEAN, NUMBER_IN_MEAN = BatchSum(lambda r: _in_mean(r)[0]), BatchSum(lambda r: _in_mean(r)[1])
 # TERMS is the denominator of the framework: with a per-token loss the number of response tokens, else the number of
-# responses. (The framework sums the mask, which is the same if the mask has only 0 and 1.) KEPT_TERMS is the denominator
-# of mis_denominator: kept: with a per-token loss the number of kept tokens, else the sum over responses of kept tokens /
+# responses. (The framework sums the mask, which is the same if the mask has only 0 and 1.) KEPT_TERMS is that of
+# mis_denominator: kept: with a per-token loss the number of kept tokens, else the sum over responses of kept tokens /
 # response tokens.
 TERMS = BatchSum(lambda r: r.generated if r.config.per_token_loss else r.generated > 0.0)
 KEPT_TERMS = BatchSum(lambda r: r.num_kept if r.config.per_token_loss else r.num_kept / r.generated.clamp(min=1.0))
