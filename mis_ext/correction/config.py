@@ -131,8 +131,8 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "truncate": Bound(False, True, False, "the ratio, at most `high`"),
-    "clip": Bound(True, True, False, "the ratio, clamped into `[low, high]`"),
+    "truncate": Bound(False, True, False, "`min(ratio, high)`"),
+    "clip": Bound(True, True, False, "`clamp(ratio, low, high)`"),
     "mask": Bound(True, True, True, "the ratio; outside `[low, high]` the token or sequence is rejected"),
     "unbounded": Bound(False, False, False, "the ratio"),
 }

@@ -176,7 +176,7 @@ _UNDATED = "tokens with a ratio and an unknown lag"
 _UNMEASURED = "sequences without a finite ratio: metrics over tokens and sequences exclude them"
 _NO_RATIO = "response tokens without a finite ratio"
 _NONZERO = "tokens whose two log-probs differ in float32 (+0 equals -0)"
-_FINAL = "mean over a sequence of the bounded and scaled weights, independent of gates"
+_FINAL = "mean over a sequence of the bounded and scaled weights, independent of filters"
 _VETO = "tokens that veto their sequence, including those without a finite ratio"
 _Row = MetricRow
 _K1 = Sum(lambda t, s: (-t.d).clamp(-MAX_NATS, MAX_NATS))
@@ -194,10 +194,10 @@ _K3_STALE = Sum(lambda t, s: torch.where(t.is_stale, _k3(t, s), 0.0))
 
 MISMATCH_ROWS = (
     _Row("training_log_ppl", "sequences", "minus the mean proximal log-prob", lambda r: -r.mean(LOG_PI)),
-    _Row("training_ppl", "sequences", "its `exp`", lambda r: bounded_exp(-r.mean(LOG_PI))),
+    _Row("training_ppl", "sequences", "`exp` of `training_log_ppl`", lambda r: bounded_exp(-r.mean(LOG_PI))),
     _Row("rollout_log_ppl", "sequences", "minus the mean behavior log-prob", lambda r: -r.mean(LOG_MU)),
-    _Row("rollout_ppl", "sequences", "its `exp`", lambda r: bounded_exp(-r.mean(LOG_MU))),
-    _Row("kl", "valid_tokens", "`-d`: the KL of `k3_kl`, noisier, any sign", _K1),
+    _Row("rollout_ppl", "sequences", "`exp` of `rollout_log_ppl`", lambda r: bounded_exp(-r.mean(LOG_MU))),
+    _Row("kl", "valid_tokens", "`-d`: estimates the same KL as `k3_kl`, noisier, of any sign", _K1),
     _Row("k3_kl", "valid_tokens", _K3_TEXT, Sum(_k3), True),
     _Row("log_ppl_diff", "sequences", "`-mean d`", lambda r: -r.mean(SUM_D)),
     _Row("log_ppl_abs_diff", "sequences", "`abs mean d`", lambda r: r.mean(SUM_D).abs()),
@@ -262,7 +262,7 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
         yield row(f"tis_{mode}_fraction_low", "weights below 1 / the upper bound", lambda x: x.log_ratio < low)
     bounded = SUM_W if of_tokens else lambda r: r.weight
     yield _Row("tis_weight_after_bound", over, "the bounded weight", bounded)
-    yield _Row("is_ratio_mean_after_tis_rs", over, "the same, under the reference's name", bounded)
+    yield _Row("is_ratio_mean_after_tis_rs", over, "alias of `tis_weight_after_bound` in slime's example", bounded)
     if of_tokens:
         ess = effective_share(SUM_W, Sum(lambda t, s: s.weight.square()), NUM_VALID)
     else:

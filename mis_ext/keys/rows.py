@@ -152,7 +152,7 @@ CORRECTION_ROWS: dict[str, Key] = {
     "use_tis": Key(SWITCH, None, "Corrects the loss; false only measures. Default: the flag --use-tis."),
     "use_rs": Key(SWITCH, False, "Rejects tokens or responses outside of the rs bounds."),
     "tis_level": Key(
-        words(config.Level, "none"), "token", "The ratio that is the weight: of a token, or of a response."
+        words(config.Level, "none"), "token", "The ratio used as the weight, of a token or of a response."
     ),
     "tis_mode": Key(words(*config.BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
     "tis_lower_bound": Key(number("[0, inf)"), None, "Lower bound of a weight. Default: 1 / tis_upper_bound.", "ratio"),
@@ -164,10 +164,10 @@ CORRECTION_ROWS: dict[str, Key] = {
         words(config.Level, "none"), "token", "The ratio that is compared with the rs bounds; none: only rs_gates."
     ),
     "rs_lower_bound": Key(
-        number("[0, inf)"), None, "Lower bound of kept ratios. Default: that of the weight.", "ratio"
+        number("[0, inf)"), None, "Lower bound of kept ratios. Default: the weight's lower bound.", "ratio"
     ),
     "rs_upper_bound": Key(
-        number("(0, inf]"), None, "Upper bound of kept ratios. Default: that of the weight.", "ratio"
+        number("(0, inf]"), None, "Upper bound of kept ratios. Default: the weight's upper bound.", "ratio"
     ),
     "rs_gates": Key(GATES, (), "Further filters, each a mapping."),
     "rs_veto_threshold": Key(number("(0, 1]"), None, "Rejects a response with any ratio below it.", "ratio"),
@@ -177,10 +177,12 @@ CORRECTION_ROWS: dict[str, Key] = {
     "rs_max_staleness": Key(
         number(f"[0, {UNKNOWN_LAG:g})"), None, "Rejects tokens of staler weights. Needs mis_staleness.", "updates"
     ),
-    "rs_staleness_level": Key(words("token", "sequence_max"), "token", "Rejects only such a token, or its response."),
+    "rs_staleness_level": Key(
+        words("token", "sequence_max"), "token", "What rs_max_staleness rejects: the token, or its response."
+    ),
     "tis_batch_normalize": Key(SWITCH, False, "Divides the weights by their mean."),
-    "tis_normalize_scope": Key(words(config.Scope), "data_parallel", "The samples of that mean."),
-    "tis_normalize_over": Key(words(config.NormalizeOver), "kept", "The tokens of that mean."),
+    "tis_normalize_scope": Key(words(config.Scope), "data_parallel", "Samples in the mean of tis_batch_normalize."),
+    "tis_normalize_over": Key(words(config.NormalizeOver), "kept", "Tokens in the mean of tis_batch_normalize."),
     "mis_denominator": Key(
         words(config.Denominator),
         "fixed",
@@ -192,7 +194,9 @@ CORRECTION_ROWS: dict[str, Key] = {
     "mis_metric_max": Key(number("[0, inf]"), _own.metric_max, "Cap of a token in k3_kl, a response in chi2_*."),
     "mis_guard": Key(GUARDS, "error", "The reaction of all guards, or of each guard."),
     "mis_compile": Key(COMPILE, "auto", "Runs the correction as graphs of torch.compile; auto: on a GPU."),
-    "mis_max_reject_fraction": Key(number("[0, 1]"), _own.max_reject_fraction, "Warns if more is rejected.", "share"),
+    "mis_max_reject_fraction": Key(
+        number("[0, 1]"), _own.max_reject_fraction, "Warns if a larger share is rejected.", "share"
+    ),
 }
 """Keys of a correction."""
 
@@ -205,7 +209,7 @@ VETOES: dict[str, tuple[str, config.Reduce, str]] = {
 
 GROUP_ROWS: dict[str, Key] = {
     "mis_group_baseline": Key(words(Baseline), "mean", "The mean that is subtracted from a reward."),
-    "mis_group_over": Key(words(BaselineOver), "trained", "Trajectories of a prompt that count in that mean."),
+    "mis_group_over": Key(words(BaselineOver), "trained", "Trajectories that count in the mean of a prompt."),
     "mis_prompt_mean": Key(SWITCH, False, "Gives every prompt the same weight."),
 }
 """Keys of the responses to one prompt. In slime and Miles, functions of the whole rollout read them."""

@@ -361,7 +361,7 @@ def _weight_step(weight: Weight) -> Step:
     ratio = formula_of("rho_t", REDUCTIONS[weight.level], is_log=True)
     bounds = {"low": weight.low, "high": weight.high}
     known = {name: f"{bound:g}" for name, bound in bounds.items() if bound is not None}
-    text = weight.bound.text.replace("the ratio", "x", 1).replace("`", "")
+    text = re.sub(r"(the )?ratio", "x", weight.bound.text, count=1).replace("`", "")
     text = re.sub(r"\b(low|high)\b", lambda found: known.get(found[0], found[0]), text)
     stale = "; w = 1 where lag_t = 0" if weight.when == "stale" else ""
     return Step(f"weight, {weight.level}", f"x = {ratio}; w = {text}{stale}")

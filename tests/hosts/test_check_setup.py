@@ -67,7 +67,7 @@ def start(keys: dict[str, Any]) -> None:
         (
             HOOK,
             "mis_ext: the framework's loss calls compute_mis_weights_with_cp "
-            "| weight, token: x = rho_t; w = x, at most 2 | 9 metrics train/mis_*",
+            "| weight, token: x = rho_t; w = min(x, 2) | 9 metrics train/mis_*",
         ),
         (
             HOOK
@@ -82,7 +82,7 @@ def start(keys: dict[str, Any]) -> None:
         (
             LOSS | {"use_tis": True, "tis_upper_bound": 3.0},
             "mis_ext: policy_loss replaces the framework's loss, mis_loss_mode: baseline "
-            "| weight, token: x = rho_t; w = x, at most 3 | 9 metrics train/mis_*",
+            "| weight, token: x = rho_t; w = min(x, 3) | 9 metrics train/mis_*",
         ),
         (
             LOSS | {"mis_loss_method": "dppo_tv"},
@@ -102,7 +102,7 @@ def start(keys: dict[str, Any]) -> None:
         (
             HOOK | {"mis_prompt_mean": True, "rollout_data_postprocess_path": "mis_ext.prepare_rollout"},
             "mis_ext: the framework's loss calls compute_mis_weights_with_cp | every prompt has the same weight "
-            "| weight, token: x = rho_t; w = x, at most 2 | 9 metrics train/mis_*",
+            "| weight, token: x = rho_t; w = min(x, 2) | 9 metrics train/mis_*",
         ),
     ],
     ids=["hook", "gate alone", "metrics only", "whole loss", "method", "a baseline", "prompts"],

@@ -252,7 +252,7 @@ def test_formulas_and_bounds_are_those_of_the_file(tmp_path, capsys) -> None:
     assert main(["explain", str(path), "--json", "--k3", "2e-3", "--length", "100", "--stale"]) == 0
     found = json.loads(capsys.readouterr().out)
     _, weight, zeroing, product, denominator = found["steps"]
-    assert weight["formula"] == "x = (prod_t rho_t)^(1/T); w = x, clamped into [0.95, 1.04]"
+    assert weight["formula"] == "x = (prod_t rho_t)^(1/T); w = clamp(x, 0.95, 1.04)"
     assert zeroing["formula"] == "mean_t (rho_t - 1 - d_t) <= 0.01; else w = 0"
     assert product["formula"] == "0.25 <= prod_t rho_t"
     assert denominator["name"] == "denominator"
