@@ -127,9 +127,7 @@ def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
 
 def described_gates(config: CorrectionConfig) -> dict[str, Gate]:
     """All gates of a configuration by name and inequality. The gate implied by the weight is named ``weight``."""
-    implied = config.weight.gate if config.weight is not None else None
-    named = {} if implied is None else {"weight": implied}
-    return {f"{name}: {band_of(gate)}": gate for name, gate in (named | config.labelled_gates).items()}
+    return {f"{name.removeprefix('of the ')}: {band_of(gate)}": gate for name, gate in config.all_gates.items()}
 
 
 def band_of(gate: Gate) -> str:

@@ -93,9 +93,9 @@ def test_gates_that_meet_on_one_ratio_are_not_independent(parts) -> None:
     gates = (
         Gate(reduce="mean", low=0.98, high=1.005),
         Gate(reduce="sum", low=0.6, high=2.0, name="product"),
-        Gate(low=0.85, high=1.2, name="tokens"),
+        Gate(low=0.85, high=1.2, name="weight"),
     )
-    config = CorrectionConfig(weight=Weight(mode="clip", low=0.9, high=1.1), gates=gates, denominator="kept")
+    config = CorrectionConfig(weight=Weight(mode="mask", low=0.9, high=1.1), gates=gates, denominator="kept")
     what_if = WhatIf(config)
     what_if.add(parts[case])
     effect, found = effect_of(config, k3=k3, length=length), what_if.outcome()
