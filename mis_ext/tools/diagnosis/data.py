@@ -112,13 +112,10 @@ def _zeros(tokens: Evidence) -> Tensor:
 
 def _places(tokens: Evidence) -> Iterator[tuple[str, Tensor]]:
     """Places at which a framework adds a token that was not sampled, each with its tokens."""
-    turn_T, begins_T = tokens.turn_T, tokens.place_T == 0
-    is_other_T = (turn_T.diff() != 0) | (tokens.sample_T.diff() != 0)
-    ends_T = torch.cat([is_other_T, is_other_T.new_ones(min(len(tokens), 1))])
-    last_S = -tokens.least(-turn_T.double())
-    yield "the last tokens of responses", ends_T & (turn_T == tokens.spread(last_S))
-    yield "the first tokens of responses", begins_T & (turn_T == 0)
-    yield "the last of turns", ends_T
+    begins_T = tokens.place_T == 0
+    yield "the last tokens of responses", tokens.later_T == 0
+    yield "the first tokens of responses", begins_T & (tokens.turn_T == 0)
+    yield "the last of turns", tokens.later_T >= 0
     yield "the first of turns", begins_T
 
 

@@ -20,7 +20,7 @@ from mis_ext.tools.diagnosis import thresholds as limit
 MAX_KEPT, BLOCK = 1 << 22, 64
 """The largest number of tokens that the rules use. In larger runs, evenly spaced blocks of 64 responses are omitted."""
 
-_OF_TOKENS = ("trainer_T", "engine_T", "sample_T", "position_T", "turn_T", "place_T", "repeated_T")
+_OF_TOKENS = ("trainer_T", "engine_T", "sample_T", "position_T", "turn_T", "place_T", "later_T", "repeated_T")
 COLUMNS = ("versions_behind", "has_other_ids", "has_old_weights", "largest_id", "missing_trainer", "missing_engine")
 
 
@@ -96,6 +96,7 @@ class Evidence:
         trainer_T: Log-probs of the trainer in nats, float64. ``engine_T``: of the engine.
         sample_T: The response of each token.
         position_T: Position in the response. ``turn_T``: the turn. ``place_T``: the position in the turn.
+        later_T: For the last trained token of a turn, the number of later turns; -1 for other tokens.
         repeated_T: 1: the id occurred earlier in the response; 0: it did not; -1: ids are unknown.
         columns_S: ``[S, len(COLUMNS)]``; NaN: unknown. ``missing_...``: number of trained tokens without a finite
             log-prob.
@@ -109,6 +110,7 @@ class Evidence:
     position_T: Tensor
     turn_T: Tensor
     place_T: Tensor
+    later_T: Tensor
     repeated_T: Tensor
     columns_S: Tensor
     ordinal_S: Tensor
@@ -136,6 +138,8 @@ class Evidence:
         """
         trained_T, position_T = tokens.generated, positions(layout)
         turn_T, place_T = turns_of(trained_T, position_T)
+        behind_T = layout.spread(layout.length_S) - 1 - position_T
+        later_T, rest_T = (each_T.flip(0) for each_T in turns_of(trained_T.flip(0), behind_T.flip(0)))
         missing = [trained_T & ~side_T.isfinite() for side_T in given or ()]
         known = [(each.versions_behind, each.has_other_ids, each.has_old_weights, each.largest_id) for each in origins]
         columns_S = torch.tensor(
@@ -152,6 +156,7 @@ class Evidence:
             position_T,
             turn_T,
             place_T,
+            torch.where(rest_T == 0, later_T, -1),
             torch.cat([torch.empty(0, dtype=torch.int8), *repeated]),
         )
         valid = tokens.valid.nonzero().flatten()
