@@ -153,8 +153,9 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             return None if is_absent(batch.get(key)) else packed(key)
 
         mask_R = pack("loss_masks", batch["loss_masks"], layout.response_lengths, device=device)
-        divisor_S = num_tokens(mask_R, layout)
-        if batch.get("rollout_mask_sums") is not None:
+        if batch.get("rollout_mask_sums") is None:
+            divisor_S = num_tokens(mask_R, layout)
+        else:
             divisor_S = stack_mask_sums(batch["rollout_mask_sums"], layout.num_sequences)
             run.session.check_range(divisor_S, MASK_SUMS)
         given = LossTokens(

@@ -6,6 +6,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import loss_cases
 import pytest
@@ -184,7 +185,9 @@ def test_lengths_that_disagree_are_named() -> None:
 
 def test_denominators_come_as_a_tensor_or_a_list_or_not_at_all() -> None:
     sums = local()["rollout_mask_sums"]
-    as_tensor = called({})
+    # What the framework has counted is not counted again.
+    with mock.patch("mis_ext.hosts.megatron.num_tokens", side_effect=AssertionError):
+        as_tensor = called({})
     for given in (list(sums.unbind()), sums.tolist(), [int(x) for x in sums]):
         assert torch.equal(called({}, local(rollout_mask_sums=given))[2], as_tensor[2])
     own = torch.stack([mask.sum() for mask in local()["loss_masks"]]).float()
