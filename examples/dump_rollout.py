@@ -4,8 +4,8 @@
     bash examples/run.sh --rollout-data-postprocess-path dump_rollout.save
     mis-ext report runs/rollouts
 
-It writes a file per rank and rollout into the folder ROLLOUT_DUMP_DIR, in the format of slime's --save-debug-train-data
-before August 2026. It does not change the data.
+It writes a file per rank and rollout into the folder of the variable ROLLOUT_DUMP_DIR, in the format of slime's
+--save-debug-train-data before August 2026. It does not change the data.
 """
 
 import os

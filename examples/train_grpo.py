@@ -62,7 +62,7 @@ def start_ranks(argv: list[str]) -> None:
         if error.get_first_failure()[1].exitcode != REFUSED:
             raise
         with suppress(OSError):
-            # Unless it is not empty.
+            # This fails if it is not empty.
             output_dir.rmdir()
         raise SystemExit(REFUSED) from None
     except SignalException as stopped:

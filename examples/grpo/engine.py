@@ -17,7 +17,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from .engine_settings import Scalar
 
 EngineName = Literal["transformers", "sglang", "vllm"]
-# Names of continuous batching with torch's attention; the second before transformers 5.19.
+# Names of continuous batching with torch's attention; the first before transformers 5.19.
 SDPA = "paged|sdpa" if "paged|sdpa" in AttentionInterface().valid_keys() else "sdpa"
 
 

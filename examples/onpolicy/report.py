@@ -51,7 +51,7 @@ def print_tables(rows: list[Row], console: Console) -> None:
 
     ablation = [row for row in rows if row["kind"] == "ablation"]
     if ablation:
-        table = _table("One piece omitted", "engine", "dtype", "left out")
+        table = _table("One piece omitted", "engine", "dtype", "omitted")
         for name in NUMBERS:
             table.add_column(name, justify="right")
         table.add_column("the recorder says")

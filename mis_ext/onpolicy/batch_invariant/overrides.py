@@ -200,7 +200,7 @@ def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
 
 
 def _sum(func: Any, x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """``aten.sum`` and ``aten.mean`` over the last dimension, or over dimensions that do not include all earlier ones.
+    """``aten.sum`` and ``aten.mean`` over the last dimension, or over dimensions that leave one before the last.
 
     Any other sum is over the batch, not per row. So a sum of ``[experts, tokens, width]`` over the experts is per
     token, but a sum over experts and tokens is not.

@@ -38,7 +38,7 @@ def log_mismatch(args: Any, rollout_id: int | None = None, rollout_data: dict[st
 
     Use it with ``--rollout-data-postprocess-path mis_ext.log_mismatch``. Only the first rank of the last pipeline stage
     writes, where slime opens its own logger. It writes one log line. If a wandb run is open, it also logs the numbers
-    there; otherwise to TensorBoard, if installed, in the folder ``MISMATCH_LOG_DIR``.
+    there; otherwise to TensorBoard, if installed, in the folder of the variable ``MISMATCH_LOG_DIR``.
 
     Args:
         args: Arguments of the framework; not used.
