@@ -44,7 +44,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
@@ -61,7 +61,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise ValueError(f"{path}: cannot be read as YAML: {reason}") from None
     if num_nodes > _MAX_YAML_NODES:
-        raise ValueError(f"{path}: its aliases stand for more than {_MAX_YAML_NODES:,} values")
+        raise ValueError(f"{path}: its aliases expand to more than {_MAX_YAML_NODES:,} values")
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of keys to values, got {type(content).__name__}")
     for key in content:
@@ -158,7 +158,7 @@ def preset_path(name: str) -> Path:
     """The file of the preset called ``name``."""
     names = list_presets()
     if name not in names:
-        raise ValueError(f"no preset {name!r}{did_you_mean(name, names)}; mis-ext presets lists all")
+        raise ValueError(f"unknown preset {name!r}{did_you_mean(name, names)}. Run mis-ext presets to list all")
     return _PRESETS / f"{name}.yaml"
 
 

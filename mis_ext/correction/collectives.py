@@ -48,7 +48,7 @@ def gather_rows(row: Tensor, group: Group | None) -> Tensor:
     rows = row.new_empty((group_size(group), *row.shape))
     if is_fault_tolerant(group):
         if not group.allgather([list(rows.unbind(0))], [row], AllgatherOptions()).wait():
-            raise RuntimeError("a collective over a fault-tolerant group failed: a peer is gone")
+            raise RuntimeError("a collective over a fault-tolerant group failed: a peer is unavailable")
     else:
         # slime checks the free memory before all_gather and all_reduce, but not before this function. The check waits
         # for the driver, and clears all caches if memory is low (issues 1717 and 2268 of THUDM/slime). gloo: 1-D.
@@ -83,7 +83,7 @@ def gather_objects(value: Any, group: Group | None) -> list[Any]:
     if group is None:
         return [value]
     if is_fault_tolerant(group):
-        raise TypeError(f"objects are gathered over a torch.distributed process group, got a {type(group).__name__}")
+        raise TypeError(f"gathering objects needs a torch.distributed process group, got a {type(group).__name__}")
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

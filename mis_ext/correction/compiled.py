@@ -152,9 +152,9 @@ def _check_equal(found: Passed, expected: Passed) -> None:
     num_others = int((~is_near_T | (found.loss_mask_T != expected.loss_mask_T)).sum())
     # A value at a bound may be on one side with graphs, and on the other without.
     if num_others > 0.01 * len(is_near_T):
-        raise ArithmeticError(f"weight or mask of {num_others} of {len(is_near_T)} tokens differ without graphs")
+        raise ArithmeticError(f"compiled and eager weights or masks differ on {num_others} of {len(is_near_T)} tokens")
     if not torch.allclose(found.own_A, expected.own_A, rtol=0.01, atol=0.01):
-        raise ArithmeticError("sums for metrics differ without graphs")
+        raise ArithmeticError("compiled and eager sums for metrics differ")
 
 
 # The argument must be named ``plan``: _guards_of_call drops torch's checks of it by this name.

@@ -177,9 +177,9 @@ class Weight:
         low = None if not bound.has_low and self.low == 0.0 else self.low
         high = None if not bound.has_high and self.high == math.inf else self.high
         if not bound.has_high and (low, high) != (None, None):
-            raise ValueError(f"mode: {self.mode} takes no bounds, got low={low} and high={high}")
+            raise ValueError(f"mode: {self.mode} has no bounds, got low={low} and high={high}")
         if not bound.has_low and low is not None:
-            raise ValueError(f"mode: {self.mode} has no low bound, got low={low}; write mode: clip")
+            raise ValueError(f"mode: {self.mode} has no low bound, got low={low}; use mode: clip")
         if bound.has_high:
             high = DEFAULT_UPPER_BOUND if high is None else high
             high = check_number("high", high, low=0.0, high=math.inf, open_low=True, open_high=True)
@@ -286,9 +286,9 @@ class CorrectionConfig:
         if self.normalize_over is not None and self.weight is None:
             raise ValueError("normalize_over has no effect without a weight")
         if self.metrics_only and (self.weight is not None or self.gates):
-            raise ValueError("metrics_only takes no weight and no gates")
+            raise ValueError("metrics_only cannot be combined with a weight or gates")
         if not self.metrics_only and self.weight is None and not self.gates:
-            raise ValueError("neither a weight nor a gate: nothing to correct; set metrics_only to measure")
+            raise ValueError("a correction needs a weight or a gate. To measure only, set metrics_only")
         looks_at_lag = any(gate.statistic == LAG for gate in self.gates)
         if looks_at_lag or (self.weight is not None and self.weight.when == "stale"):
             object.__setattr__(self, "staleness", True)
@@ -296,7 +296,7 @@ class CorrectionConfig:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(
-                f"the name of a gate leads to duplicate metric names ({', '.join(twice)}): give it another name"
+                f"the name of a gate leads to duplicate metric names ({', '.join(twice)}): rename the gate"
             )
         _ = self.rows
 
@@ -311,9 +311,9 @@ class CorrectionConfig:
             veto_name = _VETO_NAMES.get((gate.statistic, gate.reduce), f"rs_veto_{gate.statistic}_{gate.reduce}")
             name = gate.name or (veto_name if gate.is_veto else band_name)
             if name in labels and gate.is_veto:
-                raise ValueError(f"two vetoes of the same kind ({name}): the stricter one decides, remove the other")
+                raise ValueError(f"duplicate veto ({name}): only the stricter one has an effect. Remove the other")
             if name in labels:
-                raise ValueError(f"two gates are called {name!r}: give one of them another name")
+                raise ValueError(f"two gates have the name {name!r}: rename one of them")
             labels[name] = gate
         return labels
 

@@ -103,7 +103,7 @@ class PackedLayout:
         padded = totals if padded_lengths is None else check_lengths("padded_lengths", padded_lengths)
         numbers = (len(responses), len(totals), len(padded))
         if len({*numbers}) > 1:
-            raise ValueError("there are {} response_lengths, {} total_lengths and {} padded_lengths".format(*numbers))
+            raise ValueError("got {} response_lengths, but {} total_lengths and {} padded_lengths".format(*numbers))
         for index, (length, total) in enumerate(zip(padded, totals, strict=True)):
             if length < total:
                 raise ValueError(f"padded_lengths[{index}] must be at least {total}, its total length, got {length}")

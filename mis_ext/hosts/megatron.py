@@ -198,8 +198,8 @@ def _check_batch(loss: WholeLoss, batch: Batch, logits: Tensor) -> None:
     if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
         reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by
         warnings.warn(
-            f"{reason} does not use the trainer's own pass over the rollout: the framework skips it with "
-            "--use-rollout-logprobs",
+            f"{reason} does not use the trainer's own pass over the rollout: set --use-rollout-logprobs to skip "
+            "this pass",
             MismatchWarning,
             stacklevel=5,
         )
@@ -295,7 +295,7 @@ def fused_scores(
     num_rows = logits.shape[:-1].numel()
     if places.num_rows > num_rows:
         raise ValueError(
-            f"logits have shape {list(logits.shape)}, {num_rows} rows, but total_lengths (max_seq_lens if samples "
+            f"logits have shape {list(logits.shape)} with {num_rows} rows, but total_lengths (max_seq_lens if samples "
             f"are padded) need at least {places.num_rows}"
         )
     all_tokens = pack("unconcat_tokens", batch["unconcat_tokens"], batch["total_lengths"], device=logits.device)

@@ -30,7 +30,7 @@ def register(keys: Keys) -> None:
             return None, None
         if self.rollout_importance_sampling_mode is None:
             raise ValueError(
-                "rollout_importance_sampling_mode is None: ms-swift would drop the weights; write token_truncate"
+                "rollout_importance_sampling_mode is None: ms-swift would drop the weights; set it to token_truncate"
             )
         streams = {"proximal_logprobs": old_per_token_logps, "behavior_logprobs": rollout_per_token_logps}
         # Either every rank corrects a micro-batch here or none does, and the first rank logs.

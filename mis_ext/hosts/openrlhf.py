@@ -50,7 +50,7 @@ class MisLoss:
             if loss.has_correction or loss.settings.needs_behavior:
                 raise ValueError(
                     "OpenRLHF requests engine log-probs only if its own correction is on, which has no effect on "
-                    "the loss of mis_ext: write --algo.advantage.is_correction_enable, or in OpenRLHF 0.11.2 and "
+                    "the loss of mis_ext: use --algo.advantage.is_correction_enable, or in OpenRLHF 0.11.2 and "
                     "newer --algo.advantage.is_correction_level token"
                 )
         found = policy_loss_from_log_probs(

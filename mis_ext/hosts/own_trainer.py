@@ -137,7 +137,7 @@ def keys_in(host: str, keys: Keys, **said: Any) -> dict[str, Any]:
     given = read_keys(keys)
     for name, value in said.items():
         if given.get(name) not in (None, value):
-            raise ValueError(f"{name}={given[name]!r}: no effect, because {host} decides it, here {value!r}; remove it")
+            raise ValueError(f"{name}={given[name]!r}: no effect, because {host} sets it to {value!r}; remove the key")
     return given | said
 
 
@@ -145,7 +145,7 @@ def session_beside(keys: Keys, *, keeps_loss: str) -> Session:
     """Create a session for a framework that keeps its own loss. Refuse keys of the full policy loss."""
     given = read_keys(keys)
     if says_whole_loss(given):
-        raise ValueError(f"keys of the full policy loss: {keeps_loss} keeps its own loss. Use keys of a correction")
+        raise ValueError(f"{keeps_loss} keeps its own loss: remove the keys of the full policy loss")
     return Session(given)
 
 
@@ -209,7 +209,7 @@ def _terms(calls: Sequence[Mapping[str, Metric]]) -> list[tuple[str, float, floa
     """Return the names of the metrics, with their terms of total and count."""
     for call in calls:
         if not isinstance(call, Mapping):
-            raise TypeError(f"calls must be the metrics of each call, mappings, got a {type(call).__name__}")
+            raise TypeError(f"calls must be mappings, the metrics of each call, got a {type(call).__name__}")
     metrics = [each for call in calls for each in call.items()]
     if not metrics:
         return []

@@ -268,7 +268,7 @@ def all_arguments(args: Any) -> dict[str, Any]:
     """
     if args is None or isinstance(args, (Sequence, Path, CorrectionConfig, Session)):
         raise TypeError(
-            f"args must be a mapping of keys, or a namespace, got a {type(args).__name__}; a file is read by "
+            f"args must be a mapping of keys, or a namespace, got a {type(args).__name__}; read a file with "
             "yaml.safe_load"
         )
     names = [*args] if isinstance(args, Mapping) else [name for name in dir(args) if not name.startswith("_")]

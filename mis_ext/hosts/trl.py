@@ -102,7 +102,7 @@ def session_for(trainer: Any, keys: dict[str, Any]) -> Session:
     is_of_tokens = config.weight is None or (config.weight.level == "token" and config.normalize_over is None)
     if trainer.loss_type == "vespo" and not is_of_tokens:
         raise ValueError(
-            "loss_type=vespo multiplies the weights of a sequence's tokens: write tis_level: token, without "
+            "loss_type=vespo multiplies the weights of a sequence's tokens: use tis_level: token, without "
             "tis_batch_normalize"
         )
     _warn_if_cut(trainer)
@@ -121,7 +121,7 @@ class WholeLoss:
             found = getattr(trainer, name, getattr(trainer.args, name, value))
             if found != value:
                 cure = "router_aux_loss_coef=0" if name == "aux_loss_enabled" else f"{name}={value!r}"
-                raise ValueError(f"{name}={found}: the loss of mis_ext does not use it; write {cure}")
+                raise ValueError(f"{name}={found}: the loss of mis_ext does not use it; set {cure}")
         if trainer.loss_type not in ("grpo", *_TOKEN_SUMS):
             raise ValueError(
                 f"loss_type={trainer.loss_type} with keys of the full policy loss: use grpo, "

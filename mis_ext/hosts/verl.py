@@ -51,7 +51,7 @@ def register(keys: Keys) -> None:
     def correct_alone(**_: Any) -> None:
         raise ValueError(
             "a trainer on verl's functions, such as rLLM, requests only weights: mis_ext would get no log-probs, "
-            "and its masks would be lost; write rllm.algorithm.rollout_correction: {tis_mode: null, bypass_mode: "
+            "and its masks would be lost; use rllm.algorithm.rollout_correction: {tis_mode: null, bypass_mode: "
             "true} and rllm.algorithm.loss_fn: bypass_mode, with keys of the full policy loss, or of weights and "
             "filters"
         )
@@ -119,7 +119,7 @@ def _mode_that_acts(said: str, own: PolicyLoss | None, config: Any) -> str:
         return said
     warnings.warn(
         f"loss_agg_mode={said} affects entropy and KL, not this policy loss: the loss of verl is a mean over "
-        f"sequences ({_SEQUENCES}) in this version, and so is that of mis_ext",
+        f"sequences ({_SEQUENCES}) in this version, and so is the loss of mis_ext",
         MismatchWarning,
         stacklevel=3,
     )
@@ -143,8 +143,8 @@ def refused(name: str) -> Callable[..., None]:
 
     def loss(**_: Any) -> None:
         raise ValueError(
-            f"policy_loss.loss_mode: {name} with keys of the full policy loss: write loss_mode=mis_ext, or with "
-            "bypass_mode: true loss_mode=bypass_mode"
+            f"policy_loss.loss_mode: {name} with keys of the full policy loss: use loss_mode=mis_ext, or "
+            "loss_mode=bypass_mode with bypass_mode: true"
         )
 
     return loss

@@ -59,7 +59,7 @@ def options_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
     if content.keys() & {*KNOWN}:
         return content
     raise ValueError(
-        f"no rollout correction of verl: neither {', '.join(PLACES)} nor {', '.join(KNOWN)}. {WHOLE_CONFIGURATION}"
+        f"no rollout correction of verl: found none of {', '.join((*PLACES, *KNOWN))}. {WHOLE_CONFIGURATION}"
     )
 
 
@@ -128,7 +128,7 @@ def _weight(level: str, threshold: Any, *, is_normalized: bool) -> dict[str, Any
     if is_normalized:
         raise ValueError(
             f"rollout_is_batch_normalize with the range rollout_is_threshold={threshold!r}: verl's mean counts "
-            "values outside as 0, which no key of a correction does; for tokens write mis_loss_method: {name: icepop, "
+            "values outside as 0, which no key of a correction does; for tokens use mis_loss_method: {name: icepop, "
             "low: LOW, high: HIGH, normalize_over: all_tokens}, which is then per micro-batch"
         )
     low, high = (_number("rollout_is_threshold", part) for part in threshold.split("_", 1))
@@ -140,10 +140,10 @@ def _gates(criteria: str, thresholds: Any) -> list[dict[str, Any]]:
     names = list(dict.fromkeys(name.strip() for name in criteria.split(",") if name.strip()))
     check_known("criteria of rollout_rs", names, _CRITERIA)
     if not names:
-        raise ValueError(f"rollout_rs={criteria!r} names no criterion: null turns it off, else {', '.join(_CRITERIA)}")
+        raise ValueError(f"rollout_rs={criteria!r} has no criterion: use null to disable it, or {', '.join(_CRITERIA)}")
     specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()] if thresholds is not None else []
     if len(specs) not in (1, len(names)):
-        raise ValueError(f"rollout_rs_threshold={thresholds!r}: one threshold for all of {names}, or one for each")
+        raise ValueError(f"rollout_rs_threshold={thresholds!r} needs one threshold for all of {names}, or one for each")
     each = specs * len(names) if len(specs) == 1 else specs
     return [_gate(name, spec) for name, spec in zip(names, each, strict=True)]
 

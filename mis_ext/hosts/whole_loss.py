@@ -166,7 +166,7 @@ def _refuse_keys_without_effect(run: Run, args: Any) -> None:
         Errors().refuse(without_effect([GROUPS_ELSEWHERE], all_arguments(args))).raise_all()
     if loss.reducer_path is not None:
         raise ValueError(
-            "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; write mis_loss_denominator"
+            "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; use mis_loss_denominator"
         )
     if loss.asked_scoring is not None or loss.inplace:
         raise ValueError("mis_loss_scoring, mis_loss_inplace: no effect on a loss from log-probs; remove them")
@@ -241,7 +241,7 @@ def policy_loss_from_hidden(
             )
         mask = response_mask if layout is None else layout.local_part(response_mask)
         if mask.numel() != token_ids.numel():
-            raise ValueError(f"response_mask has {mask.numel()} tokens here, but token_ids has {token_ids.numel()}")
+            raise ValueError(f"response_mask has {mask.numel()} tokens, but token_ids has {token_ids.numel()}")
         (row_T,) = mask.reshape(-1).nonzero(as_tuple=True)
         scores = score_hidden(
             hidden,
@@ -273,7 +273,7 @@ def policy_loss_from_hidden(
 def _temperature(given: float | None, args: Any, loss: WholeLoss) -> float:
     said = read_argument(args, "rollout_temperature")
     if given is not None and said is not None and given != said:
-        raise ValueError(f"temperature={given:g}, rollout_temperature={said:g}: they must agree; give one of them")
+        raise ValueError(f"temperature={given:g}, rollout_temperature={said:g}: they must be equal; pass only one")
     return loss.temperature if given is None else given
 
 
@@ -295,7 +295,7 @@ def tokens_for(settings: LossSettings, given: LossTokens, groups: Groups, *, mis
     if settings.entropy_coef == 0.0:
         entropy_T = None if entropy_T is None else entropy_T.detach()
     elif entropy_T is None:
-        raise ValueError(f"entropy is missing, which entropy_coef={settings.entropy_coef:g} weighs")
+        raise ValueError(f"entropy is missing: entropy_coef={settings.entropy_coef:g} needs it")
     if settings.needs_reference is None and settings.kl is None:
         log_probs.pop("reference", None)
     if "proximal" not in log_probs or settings.proximal == "current":

@@ -127,7 +127,7 @@ def _idle_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correction
     rejects_single_tokens = any(each.rejects_single_tokens for each in (correction, *factors) if each is not None)
     is_whole = denominator == "kept" and correction is not None and not rejects_single_tokens
     of_denominator = ("mis_loss_denominator",) if denominator != "original" else ()
-    as_parameters = f"write different values as {{name: {of.partition(': ')[2]}, ...}}"
+    as_parameters = f"set different values as {{name: {of.partition(': ')[2]}, ...}}"
     return (
         Idle(("mis_loss_proximal",), is_scored_twice, f"{of} does not compare with the proximal policy"),
         Idle(("mis_loss_mode",), not is_mode, f"{of} defines the policy gradient"),
@@ -138,12 +138,12 @@ def _idle_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correction
             of_denominator,
             settings.per_token_loss,
             _PER_TOKEN,
-            "to divide by kept tokens there, write mis_denominator: kept",
+            "to divide by kept tokens there, use mis_denominator: kept",
         ),
         Idle(of_denominator, has_reducer, "--custom-pg-loss-reducer-function-path reduces the policy loss"),
         Idle(of_denominator, is_whole, "no response keeps some of its tokens and loses others"),
         Idle((*clips, *estimator), not is_mode, f"{of} defines the loss", as_parameters),
-        Idle(estimator, is_reinforce, "mis_loss_mode: reinforce has no ratio with gradient", "write grpo"),
+        Idle(estimator, is_reinforce, "mis_loss_mode: reinforce has no ratio with gradient", "use grpo"),
         Idle(("eps_clip_c",), is_reinforce, "mis_loss_mode: reinforce has no dual clip"),
         Idle(("eps_clip_c",), is_cispo, "--advantage-estimator cispo has no dual clip"),
         Idle(of_tokens, correction is not None and "reject" not in actions, ALL_KEPT),
@@ -161,11 +161,11 @@ def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
     settings, of, denominator, kl = loss.settings, loss.settings.chosen_by, loss.settings.denominator, loss.settings.kl
     is_current = settings.proximal == "current"
     if settings.use_behavior and settings.method is not None and settings.uses_proximal:
-        yield f"{of} {_SKIPPED}, or with one optimizer step per rollout write mis_loss_proximal: current"
+        yield f"{of} {_SKIPPED}, or with one optimizer step per rollout use mis_loss_proximal: current"
     if settings.use_behavior and settings.method is None and settings.mode == "decoupled":
-        yield f"{of} {_SKIPPED}, or write mis_loss_mode: bypass"
+        yield f"{of} {_SKIPPED}, or use mis_loss_mode: bypass"
     if settings.needs_reference is not None and kl is not None and kl.coefficient != 0.0:
-        cure = "write --kl-loss-coef 0, and keep --use-kl-loss, which scores the reference"
+        cure = "set --kl-loss-coef 0, and keep --use-kl-loss, which scores the reference"
         yield f"kl_loss_coef={kl.coefficient!r}: {of} has this penalty itself; {cure}"
     if is_current and settings.opsm_delta is not None:
         yield "--use-opsm with mis_loss_proximal: current compares a policy with itself; drop one of them"
@@ -179,7 +179,7 @@ def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
         yield f"mis_denominator: kept and mis_loss_denominator: {denominator} are two denominators: drop one of them"
     reason = scores_of_framework(given, compares_with_stored=False)
     if loss.asked_scoring == "fused" and reason is not None:
-        yield f"mis_loss_scoring: fused with {reason}; write mis_loss_scoring: host, or remove the key"
+        yield f"mis_loss_scoring: fused with {reason}; use mis_loss_scoring: host, or remove the key"
     if settings.mode in ("decoupled", "reinforce") and not given.get("use_tis"):
         yield f"{of} needs a correction: set use_tis: true and the keys of a weight or, with tis_level: none, a gate"
     if given.get("use_score_centering"):

@@ -68,14 +68,14 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     with wrong, errors_of(", ".join(key for key in read if key == "use_rs" or key.endswith("_bound"))):
         gates = _gates(values)
     if values["use_rs"] and values["rs_level"] == "none" and not values["rs_gates"]:
-        wrong.refuse(["rs_level: none needs rs_gates; write use_rs: false for no gate"])
+        wrong.refuse(["rs_level: none needs rs_gates; set use_rs: false to have no filter"])
     if not values["mis_staleness"] and _reads_lag(values):
         wrong.refuse(["rs_max_staleness, tis_when: stale, and a gate on the lag need mis_staleness: true"])
     wrong.raise_all()
     if values["tis_mode"] == "truncate" and "tis_lower_bound" in read and not _inherits_bound(values, "lower"):
         # Existing files have this key with truncate, where it never had an effect.
         said = f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate"
-        warnings.warn(f"{said}; remove it or use tis_mode: clip", MismatchWarning, stacklevel=2)
+        warnings.warn(f"{said}; remove the key or use tis_mode: clip", MismatchWarning, stacklevel=2)
     return CorrectionConfig(
         weight=weight,
         gates=tuple(gates),
@@ -142,7 +142,7 @@ _APPLIED = tuple(key for key in rows.CORRECTION_ROWS if key not in (*_REPORTED, 
 """Keys that change weights and masks."""
 _NO_BOUND, _NO_MEAN = "no weight and no gate has this bound", "tis_batch_normalize is not set"
 _ON, _BUILT_IN = "set use_tis: true (the flag --use-tis)", "it belongs to the framework's built-in correction"
-_ON_LOSS = "write --loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
+_ON_LOSS = "set --loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
 ALL_KEPT = "nothing rejects a token, so all tokens are kept"
 
 
@@ -188,7 +188,7 @@ def _idle_keys(
         Idle(("rs_veto_requires_rs",), not given.keys() & {*vetoes}, "no veto is set"),
         Idle(("rs_staleness_level",), values["rs_max_staleness"] is None, "rs_max_staleness is not set"),
         Idle(("tis_normalize_over",), values["tis_normalize_over"] == "valid" and not rejects, ALL_KEPT),
-        Idle(replaced, is_called, _BUILT_IN, "write tis_upper_bound, or tis_mode: clip with tis_lower_bound"),
+        Idle(replaced, is_called, _BUILT_IN, "use tis_upper_bound, or tis_mode: clip with tis_lower_bound"),
     )
 
 
@@ -276,7 +276,7 @@ def _against_group(given: Mapping[str, Any], group: GroupConfig, estimator: str)
     if path := given.get("custom_pg_loss_reducer_function_path"):
         denominators.append(f"custom_pg_loss_reducer_function_path: {path}")
     if group.over == "kept" and changes:
-        yield f"mis_group_over: kept: with {', '.join(changes)}, advantages are not normalized rewards; write trained"
+        yield f"mis_group_over: kept: with {', '.join(changes)}, advantages are not normalized rewards; use trained"
     if group.prompt_mean and method in _COMPARE_SIZES:
         yield f"mis_prompt_mean: true scales advantages, but mis_loss_method: {method} compares their size; remove one"
     if group.prompt_mean and denominators:
@@ -340,7 +340,7 @@ def _against_fsdp(correction: CorrectionConfig, *, has_loss: bool) -> Iterator[s
         yield "mis_denominator: kept with train_backend: fsdp corrects twice: FSDP divides by kept tokens; remove it"
     # Its reducer divides every term by the kept tokens. The loss of mis_ext divides by the original tokens.
     if has_loss and any(gate.action == "reject" for gate in correction.all_gates.values()):
-        cure = "write the filter in rs_gates with action: zero and rs_level: none, or keep the framework's loss"
+        cure = "put the filter in rs_gates with action: zero and rs_level: none, or keep the framework's loss"
         hook = "--custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
         yield f"train_backend: fsdp divides by kept tokens: {cure} with {hook}"
 
@@ -349,7 +349,7 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
     """Why loss and correction together correct the mismatch twice, or None. The user can allow it with a guard."""
     method = loss and loss.settings.method
     if method and correction.weight is not None and method.method.weighs_behavior:
-        cure = "write tis_level: none for gates alone, or use_tis: false"
+        cure = "use tis_level: none for gates alone, or use_tis: false"
         return f"mis_loss_method: {method.name} already corrects for the behavior policy: {cure}"
     # The other modes of the loss do not correct it twice; see where they are computed.
     is_mode = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_method") is None
@@ -427,7 +427,7 @@ def keys_as_yaml(keys: Mapping[str, Any]) -> str:
 def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
     """The keys of ``config`` that differ from their default. ``metrics_only`` is refused: it has a flag."""
     if config.metrics_only:
-        raise ValueError("metrics_only is spelled use_tis: false")
+        raise ValueError("metrics_only has no key: set use_tis: false")
     weight, default = config.weight, CorrectionConfig()
     keys: dict[str, Any] = {"use_tis": True, "tis_level": "none"}
     if weight is not None:

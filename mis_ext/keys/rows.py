@@ -65,7 +65,7 @@ def number(legal: str) -> Values:
 
 def _read_upper_bound(key: str, value: Any) -> float:
     if isinstance(value, float) and value == math.inf:
-        advice = "write tis_mode: unbounded for the weight, rs_upper_bound: .inf for the filter"
+        advice = "use tis_mode: unbounded for the weight, rs_upper_bound: .inf for the filter"
         raise ValueError(f"{key} must be in (0, inf), got inf ({advice})")
     return check_number(key, value, low=0.0, high=math.inf, open_low=True, open_high=True)
 
@@ -313,11 +313,11 @@ OF_OTHERS = {
 """Other names that are refused, and their replacements."""
 REMOVED = {
     "mis_loss_compile": "remove the key",
-    "rs_gates.level": "write reduce: token, sum (for sequence), mean (geometric), min, or max",
+    "rs_gates.level": "use reduce: token, sum (for sequence), mean (geometric), min, or max",
     "rs_gates.after": "remove the key: a filter reads all tokens of the response mask",
-    "rs_gates.target_accept": "write low and high; mis-ext report shows the share that each bound keeps",
+    "rs_gates.target_accept": "use low and high; mis-ext report shows the share that each bound keeps",
     "rs_gates.target_gain": "remove the key",
-    "rs_gates.statistic: squared_log_ratio": "write statistic: k2, with half of the bound",
+    "rs_gates.statistic: squared_log_ratio": "use statistic: k2, with half of the bound",
     **{f"mis_lr_multiplier_{kind}": f"take the root of mis_ess_ratio_{kind}" for kind in ("token", "seq")},
     "mis_ratio_above_2_fraction": "use mis_tis_truncate_fraction, or mis_ratio_max",
     "mis_ratio_below_half_fraction": "use mis_tis_truncate_fraction_low, or mis_ratio_min",
@@ -338,10 +338,10 @@ def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
     with wrong:
         check_known("keys", [name for name in names if name.startswith(PREFIXES)], FLAT_KEYS)
     hints = [f"{name!a}{hint}" for name in names if not name.startswith(PREFIXES) and (hint := near_miss(name, ROWS))]
-    hints += [f"{name!r} (write {key})" for name, key in OF_OTHERS.items() if given.get(name) not in (None, False)]
+    hints += [f"{name!r} (use {key})" for name, key in OF_OTHERS.items() if given.get(name) not in (None, False)]
     wrong.refuse([f"no keys of mis_ext: {'; '.join(hints)}"] if hints else [])
     wrong.refuse(
-        f"{key}: null could mean {word} or the default; write {key}: {word}, or remove the key"
+        f"{key}: null could mean {word} or the default; use {key}: {word}, or remove the key"
         for key, word in NO_NULL.items()
         if key in given and given[key] is None
     )

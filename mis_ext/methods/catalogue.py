@@ -28,7 +28,7 @@ def find_method(name: str) -> PublishedMethod:
         ValueError: There is no such method.
     """
     if name not in METHODS:
-        raise ValueError(f"no method {name!r}{did_you_mean(name, METHODS)}; mis-ext methods lists all")
+        raise ValueError(f"unknown method {name!r}{did_you_mean(name, METHODS)}. Run mis-ext methods to list all")
     return METHODS[name]
 
 

@@ -188,7 +188,7 @@ class Method:
             "reference": reference_logprobs_T,
         }
         if self.needs_state_values and state_values_T is None:
-            raise ValueError("this method weighs the value of the token's state: pass state_values_T")
+            raise ValueError("this method uses the value of each token's state: pass state_values_T")
         log_probs: dict[Policy, Tensor] = {}
         for policy in self.policies:
             values_T = given[policy]

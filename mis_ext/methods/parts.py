@@ -166,7 +166,7 @@ class Ratio(Surrogate):
         check_choice("spread", self.spread, get_args(Spread))
         object.__setattr__(self, "reduce", REDUCTIONS[check_choice("level", self.level, REDUCTIONS)])
         if self.spread == "sequence" and self.level != "geometric":
-            raise ValueError(f"level must be geometric with spread='sequence', got {self.level!r}: no other is a mean")
+            raise ValueError(f"level must be geometric with spread='sequence', got {self.level!r}: only this is a mean")
         low, high = (each if isinstance(each, int | float) else None for each in (self.low, self.high))
         _check_order(-math.inf if low is None else low, math.inf if high is None else high)
 

@@ -61,7 +61,7 @@ def trainer_log_probs(
         bias_V = scaled_TV.new_zeros(scaled_TV.shape[1])
         for token_id, bias in distribution.logit_bias:
             if not 0 <= token_id < len(bias_V):
-                raise ValueError(f"logit_bias is for token id {token_id}, legal are 0 to {len(bias_V) - 1}")
+                raise ValueError(f"token ids of logit_bias must be in [0, {len(bias_V) - 1}], got {token_id}")
             bias_V[token_id] = bias
         scaled_TV = scaled_TV + bias_V
     scaled_TV = scaled_TV / distribution.temperature
@@ -99,7 +99,7 @@ def _check_shapes(logits_TV: Tensor, ids_T: Tensor, vocab_size: int | None) -> N
         raise ValueError(f"vocab_size must be in [1, {width}], the width of the logits, got {vocab_size}")
     size = width if vocab_size is None else vocab_size
     if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < size:
-        raise ValueError(f"token ids from {int(ids_T.min())} to {int(ids_T.max())}, legal are 0 to {size - 1}")
+        raise ValueError(f"token ids must be in [0, {size - 1}], got {int(ids_T.min())} to {int(ids_T.max())}")
 
 
 def kept_mask(probabilities_TV: Tensor, truncation: Truncation) -> Tensor:

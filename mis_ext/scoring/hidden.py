@@ -154,7 +154,7 @@ def _check_settings(entropy: str, *, temperature: float, logit_scale: float, sof
 
 def _check_head(hidden_NE: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not hidden_NE.is_floating_point():
-        raise TypeError(f"hidden must be floats, got {hidden_NE.dtype}")
+        raise TypeError(f"hidden must be floating-point, got {hidden_NE.dtype}")
     if bias is not None:
         check_tensors({"bias": bias})
     for name, values in (("weight", weight), ("bias", bias)):
@@ -168,7 +168,7 @@ def _check_head(hidden_NE: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if values is not None and values.device != hidden_NE.device:
             raise ValueError(f"{name} is on {values.device}, but hidden is on {hidden_NE.device}")
     if weight.ndim != 2 or weight.shape[1] != hidden_NE.shape[1]:
-        raise ValueError(f"weight has shape {list(weight.shape)}, must be [V, {hidden_NE.shape[1]}], as wide as hidden")
+        raise ValueError(f"weight must be [V, {hidden_NE.shape[1]}], with E of hidden, got shape {list(weight.shape)}")
     if 0 in weight.shape:
         raise ValueError(f"weight has shape {list(weight.shape)}: neither V nor E may be 0")
     if bias is not None and bias.shape != (len(weight),):
@@ -186,7 +186,7 @@ def _check_main_grad(parameter: Tensor | None) -> None:
             f"got {found}"
         )
     if not main_grad.is_floating_point():
-        raise TypeError(f"gradient_accumulation_fusion: weight.main_grad must be floats, got {main_grad.dtype}")
+        raise TypeError(f"gradient_accumulation_fusion: weight.main_grad must be floating-point, got {main_grad.dtype}")
 
 
 class _Head(NamedTuple):

@@ -99,7 +99,7 @@ def score_tokens(
         check_number("temperature", temperature, low=0.0, high=math.inf, open_low=True, open_high=True)
         logits_NV = logits.reshape(-1, logits.shape[-1])
         if not logits_NV.is_floating_point():
-            raise TypeError(f"logits must be floats, got {logits_NV.dtype}")
+            raise TypeError(f"logits must be floating-point, got {logits_NV.dtype}")
         num_rows, width = logits_NV.shape
         check_targets(token_T, row_T, kept, num_rows=num_rows, rows="rows of logits", device=logits.device)
         check_part(width, "columns of logits", vocab_size=vocab_size, tp_group=tp_group, tp_rank=tp_rank)
@@ -122,7 +122,7 @@ def check_part(width: int, what: str, *, vocab_size: int | None, tp_group: Group
         raise ValueError(f"tp_rank must be in [0, {ranks - 1}], because tp_group has {ranks} ranks, got {tp_rank}")
     if vocab_size is not None and not 1 <= check_integer("vocab_size", vocab_size) <= width * ranks:
         raise ValueError(
-            f"vocab_size must be in [1, {width * ranks}], {ranks} ranks with {width} {what}, got {vocab_size}"
+            f"vocab_size must be in [1, {width * ranks}] for {ranks} ranks with {width} {what}, got {vocab_size}"
         )
 
 

@@ -165,7 +165,7 @@ def test_the_hosts_function_is_called_where_there_are_logits() -> None:
 
 def test_an_actor_calls_ours_once_replaced_and_one_without_the_name_is_refused() -> None:
     actor = ModuleType("slime.backends.megatron_utils.actor")
-    with pytest.raises(ValueError, match="has no get_log_probs_and_entropy any more"):
+    with pytest.raises(ValueError, match="no longer has get_log_probs_and_entropy"):
         provider._replace_scoring(actor)
     actor.get_log_probs_and_entropy = host_stand_ins.called
     provider._replace_scoring(actor)
@@ -314,7 +314,7 @@ def loss_of(args, batch, given: tuple) -> tuple:
 
 def test_the_hosts_own_function_is_not_called_in_a_loss_without_logits() -> None:
     args, batch, logits = batch_of({"mis_loss_scoring": "host"})
-    with running("slime"), pytest.raises(ValueError, match="makes no logits for the framework's own"):
+    with running("slime"), pytest.raises(ValueError, match="has no logits for the framework's own"):
         mis_ext.policy_loss(args, batch, handed_over(logits)[0])
 
 

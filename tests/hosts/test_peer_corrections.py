@@ -231,7 +231,7 @@ def test_a_key_that_the_host_decides_is_refused(host, registered) -> None:
         "SkyRL": functools.partial(registered, "skyrl"),
     }[host]
     make({"mis_loss_method": "ppo", "calculate_per_token_loss": True})
-    with pytest.raises(ValueError, match=f"calculate_per_token_loss=False: no effect, because {host} decides it"):
+    with pytest.raises(ValueError, match=f"calculate_per_token_loss=False: no effect, because {host} sets it"):
         make({"mis_loss_method": "ppo", "calculate_per_token_loss": False})
 
 

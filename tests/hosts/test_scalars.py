@@ -121,7 +121,7 @@ def test_numbers_of_other_kinds_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="mis_a is a Tensor, not a metric of mis_ext"):
         scalars({"mis_a": torch.tensor(1.0)})
     for calls in ([corrected(), corrected()], None):
-        with pytest.raises(TypeError, match=f"metrics of each call, mappings, got a {type(calls).__name__}"):
+        with pytest.raises(TypeError, match=f"mappings, the metrics of each call, got a {type(calls).__name__}"):
             scalars(calls)
 
 

@@ -282,7 +282,7 @@ def test_a_host_that_divides_by_what_is_left_runs_no_whole_loss_that_rejects() -
     keys = {"use_tis": True, "use_rs": True, "rs_lower_bound": 0.8, "rs_upper_bound": 1.25}
     args = argparse.Namespace(**keys, train_backend="fsdp")
     runs.current_run(args)
-    with pytest.raises(ValueError, match=r"train_backend: fsdp divides by kept tokens: write the filter"):
+    with pytest.raises(ValueError, match=r"train_backend: fsdp divides by kept tokens: put the filter"):
         runs.current_run(args, whole_loss=True)
     runs.current_run(argparse.Namespace(**keys, train_backend="megatron"), whole_loss=True)
     runs.current_run(argparse.Namespace(use_tis=True, train_backend="fsdp"), whole_loss=True)

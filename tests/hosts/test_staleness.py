@@ -208,7 +208,7 @@ READY = {
     [
         ({"rollout_data_postprocess_path": None}, "needs --rollout-data-postprocess-path mis_ext.prepare_rollout"),
         ({"custom_generate_function_path": None}, "needs --custom-generate-function-path mis_ext.rollout.generate"),
-        ({"use_opd": True}, "use_opd has the teacher's log-probs where versions are stored"),
+        ({"use_opd": True}, "use_opd use the same field, teacher_log_probs"),
     ],
 )
 def test_what_is_missing_is_said_at_start(keys, message, capsys) -> None:

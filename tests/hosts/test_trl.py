@@ -175,7 +175,7 @@ def test_wrong_keys_are_refused_before_the_trainer_is_built() -> None:
     [
         (WHOLE, {"use_vllm": False}, "behavior log-probs are missing"),
         (WHOLE, {"loss_type": "vespo"}, "loss_type=vespo with keys of the full policy loss"),
-        (WHOLE, {"aux_loss_enabled": True}, "write router_aux_loss_coef=0"),
+        (WHOLE, {"aux_loss_enabled": True}, "set router_aux_loss_coef=0"),
         (WHOLE, {"importance_sampling_level": "sequence"}, "importance_sampling_level=sequence.*'token'"),
         (WHOLE, {"delta": 4.0}, "delta=4.0.*delta=None"),
         (WHOLE, {"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold=0.1"),
@@ -185,7 +185,7 @@ def test_wrong_keys_are_refused_before_the_trainer_is_built() -> None:
         (
             WHOLE | {"kl_loss_coef": 0.1},
             {"beta": 0.04},
-            "kl_loss_coef=0.1: no effect, because TRL decides it, here 0.04",
+            "kl_loss_coef=0.1: no effect, because TRL sets it to 0.04",
         ),
         (WHOLE | {"calculate_per_token_loss": True}, {"loss_type": "grpo"}, "calculate_per_token_loss=True: no effect"),
         (RATIO | {"calculate_per_token_loss": True}, {"loss_type": "grpo"}, "calculate_per_token_loss=True: no effect"),

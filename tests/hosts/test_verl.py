@@ -186,7 +186,7 @@ def test_a_band_with_a_mean_is_the_method_that_the_refusal_names() -> None:
         ({"bypass_mode": True, "loss_type": "ppo"}, "loss_type"),
         ({"bypass_mode": "false"}, "bypass_mode must be"),
         ({"rollout_is_batch_normalize": "no"}, "rollout_is_batch_normalize must be"),
-        ({"rollout_rs": " , ", "rollout_rs_threshold": 2.0}, "rollout_rs=' , ' names no criterion"),
+        ({"rollout_rs": " , ", "rollout_rs_threshold": 2.0}, "rollout_rs=' , ' has no criterion"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(options, message) -> None:
@@ -296,7 +296,7 @@ def test_keys_of_the_whole_loss_hand_the_behavior_policy_on_and_stop_losses_that
     assert mask is BATCHES["apart"]["response_mask"]
     assert metrics == {}
     losses = verl.core_algos.POLICY_LOSS_REGISTRY
-    with pytest.raises(ValueError, match=r"loss_mode: vanilla .* write loss_mode=mis_ext"):
+    with pytest.raises(ValueError, match=r"loss_mode: vanilla .* use loss_mode=mis_ext"):
         losses["vanilla"](log_prob=None)
     assert set(losses) == {"vanilla", "bypass_mode", "mis_ext"}
 
@@ -344,7 +344,7 @@ def test_bypass_mode_refuses_a_method_that_looks_at_the_proximal_policy() -> Non
 def test_a_key_that_the_aggregation_of_verl_decides_is_refused() -> None:
     keys = {"mis_loss_method": "ppo", "calculate_per_token_loss": False}
     assert loss_of(keys, BATCHES["apart"], info={}, mode="seq-mean-token-mean", is_bypass=False)["loss"].isfinite()
-    with pytest.raises(ValueError, match="calculate_per_token_loss=False: no effect, because verl decides it"):
+    with pytest.raises(ValueError, match="calculate_per_token_loss=False: no effect, because verl sets it"):
         loss_of(keys, BATCHES["apart"], info={}, mode="token-mean", is_bypass=False)
 
 

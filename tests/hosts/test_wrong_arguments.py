@@ -133,5 +133,5 @@ def test_args_that_can_hold_no_key_are_refused(args) -> None:
 
 def test_too_few_logits_are_said_with_the_lengths_and_before_a_device_finds_out() -> None:
     batch = loss_cases.local_batch(loss_cases.whole_batch())
-    with pytest.raises(ValueError, match=r"logits have shape \[1, 2, 8\], 2 rows, but total_lengths"):
+    with pytest.raises(ValueError, match=r"logits have shape \[1, 2, 8\] with 2 rows, but total_lengths"):
         call_loss(**batch | {"logits": batch["logits"][:, :2]})

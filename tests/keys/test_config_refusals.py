@@ -33,7 +33,7 @@ REFUSED = {
     "{use_tis: true, use_rs: false, rs_lower_bound: -1.0}": r"rs_lower_bound must be in \[0, inf\), got -1.0",
     "{use_tis: true, use_rs: true, rs_lower_bound: 0.0, rs_upper_bound: .inf}": r"rs_upper_bound: a gate needs low",
     "{use_tis: true, tis_mode: clip, tis_lower_bound: 3.0}": r"tis_lower_bound: low must be below high, got low=3\.0",
-    "{use_tis: true, tis_upper_bound: .inf}": r"tis_upper_bound must be in \(0, inf\), got inf \(write tis_mode: unbo",
+    "{use_tis: true, tis_upper_bound: .inf}": r"tis_upper_bound must be in \(0, inf\), got inf \(use tis_mode: unbo",
     "{use_tis: true, tis_mode: mask, tis_upper_bound: 1.0}": r"tis_mode, tis_upper_bound: low must be below high",
     "{use_tis: true, use_rs: true, rs_upper_bound: 1.0, rs_lower_bound: 1.0}": r"rs_upper_bound: low must be below",
     "{use_tis: true, rs_veto_threshold: 0.0}": r"rs_veto_threshold must be in \(0, 1\], got 0.0",
@@ -80,7 +80,7 @@ REFUSED = {
     "{use_tis: true, mis_metric_max: 1.0, mis_metrics: []}": r"mis_metric_max=1.0: no effect",
     "{use_tis: false, tis_upper_bound: 3.0}": r"tis_upper_bound=3.0: no effect, because use_tis is not true",
     "{get_mismatch_metrics: true, rs_max_staleness: 0}": r"rs_max_staleness=0: no effect, because use_tis is not true",
-    "{use_tis: true, tis_level: none}": r"neither a weight nor a gate",
+    "{use_tis: true, tis_level: none}": r"needs a weight or a gate",
     "{use_rs: true, rs_lower_bound: 0.5, rs_gates: [{reduce: tokn, low: 0.5}]}": r"rs_gates\[0\]: reduce must be one",
     # Also where nothing is corrected.
     # Nothing where something is meant.
@@ -90,16 +90,16 @@ REFUSED = {
     "{use_tis: true, batch_normalize: true}": r"'batch_normalize' \(did you mean 'tis_batch_normalize'\?\)",
     "{use_tis: true, upper_bound: 1.5}": r"'upper_bound' \(did you mean 'tis_upper_bound'\?\)",
     "{use_tis: true, loss_mode: bypass}": r"'loss_mode' \(did you mean 'mis_loss_mode'\?\)",
-    "{use_tis: true, rollout_is: sequence}": r"'rollout_is' \(write tis_level\)",
-    "mis: {weight: {level: token}}": r"'mis' \(write flat keys since 0.6, such as tis_level",
-    "use_mis: true": r"'use_mis' \(write use_tis: true, and use_rs: true for a filter\)",
+    "{use_tis: true, rollout_is: sequence}": r"'rollout_is' \(use tis_level\)",
+    "mis: {weight: {level: token}}": r"'mis' \(use flat keys since 0.6, such as tis_level",
+    "use_mis: true": r"'use_mis' \(use use_tis: true, and use_rs: true for a filter\)",
     "{use_tis: false, normalize_over: kept}": r"'normalize_over' \(did you mean 'tis_normalize_over'\?\)",
     # The host's built-in correction, in whose place ours runs.
-    "{use_tis: true, tis_clip: 5.0}": r"tis_clip=5.0: no effect, because it belongs to .* write tis_upper_bound",
+    "{use_tis: true, tis_clip: 5.0}": r"tis_clip=5.0: no effect, because it belongs to .* use tis_upper_bound",
     "{get_mismatch_metrics: true, tis_clip_low: 0.5}": r"tis_clip_low=0.5: no effect.*, or tis_mode: clip with tis_",
-    "{use_tis: true, tis_level: null}": r"tis_level: null .* write tis_level: none, or remove the key",
-    "{use_tis: true, tis_mode: null}": r"tis_mode: null .* write tis_mode: unbounded, or remove the key",
-    "{use_tis: true, rs_level: null}": r"rs_level: null .* write rs_level: none, or remove the key",
+    "{use_tis: true, tis_level: null}": r"tis_level: null .* use tis_level: none, or remove the key",
+    "{use_tis: true, tis_mode: null}": r"tis_mode: null .* use tis_mode: unbounded, or remove the key",
+    "{use_tis: true, rs_level: null}": r"rs_level: null .* use rs_level: none, or remove the key",
     # Homoglyphs are shown as what they are.
     "{use_tis: true, tis_l\u0435vel: token}": r"'tis_l\\u0435vel' \(did you mean 'tis_level' or",
     "{use_tis: true, tis_level: t\u043eken}": r"'t\\u043eken' \(did you mean 'token'\?\)",
@@ -126,7 +126,7 @@ REFUSED_GATES = {
     "{reduce: token, low: 0.5, action: drop}": r"rs_gates\[0\]: action must be one of reject \| zero",
     "{reduce: token, low: 0.5, name: 5}": r"rs_gates\[0\]: name must be made of letters.*got 5",
     "{reduce: token, low: 0.5, name: größe}": r"rs_gates\[0\]: name must be made of letters.*got 'größe'",
-    "{reduce: min, low: 0.1}, {reduce: min, low: 0.2}": r"two vetoes of the same kind",
+    "{reduce: min, low: 0.1}, {reduce: min, low: 0.2}": r"duplicate veto",
 }
 
 
@@ -140,7 +140,7 @@ WRONG_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
     "low above the default of high": ({"mode": "clip", "low": 3.0}, "low must be below high, got low=3.0 and high=2.0"),
     "high below the default of low": ({"mode": "clip", "high": 0.5}, r"got low=2.0 \(1 / high by default\)"),
     "a cap of 0": ({"high": 0.0}, r"high must be in \(0, inf\), got 0.0"),
-    "a bound of none": ({"mode": "unbounded", "high": 3.0}, "unbounded takes no bounds"),
+    "a bound of none": ({"mode": "unbounded", "high": 3.0}, "unbounded has no bounds"),
     "a low bound of a cap": ({"mode": "truncate", "low": 0.5}, "truncate has no low bound"),
     "no level": ({"level": None}, "level must be one of token .* got None"),
 }

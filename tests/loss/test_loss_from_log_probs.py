@@ -203,9 +203,9 @@ def test_without_a_scoring_pass_the_current_policy_is_the_proximal_one() -> None
         (key_of("dppo_tv"), {"behavior_logprobs": None}, "are missing, with which mis_loss_method: dppo_tv compares"),
         (KL, {"reference_logprobs": None}, "reference_logprobs are missing, with which --use-kl-loss compares"),
         (key_of("drift_control"), {"state_values": None}, "state_values are missing, by which mis_loss_method: drift"),
-        ({"entropy_coef": 0.1}, {"entropy": None}, "entropy is missing, which entropy_coef=0.1 weighs"),
-        ({"custom_pg_loss_reducer_function_path": "a.b"}, {}, "write mis_loss_denominator"),
-        (UNSET | {"mis_loss_method": "ppa"}, {}, "no method 'ppa' .did you mean 'ppo'"),
+        ({"entropy_coef": 0.1}, {"entropy": None}, "entropy is missing: entropy_coef=0.1 needs it"),
+        ({"custom_pg_loss_reducer_function_path": "a.b"}, {}, "use mis_loss_denominator"),
+        (UNSET | {"mis_loss_method": "ppa"}, {}, "unknown method 'ppa' .did you mean 'ppo'"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(keys, change, message) -> None:
@@ -367,7 +367,7 @@ def test_the_temperature_is_that_of_the_keys() -> None:
     assert torch.equal(alone, mis_ext.policy_loss_from_hidden({}, **head, **rest, temperature=1.0).total)
     # The log-prob of a token is another, and so is the term of importance sampling.
     assert not torch.equal(mis_ext.policy_loss_from_hidden({}, **head, **rest, temperature=0.7).total, alone)
-    with pytest.raises(ValueError, match=r"temperature=0\.7, rollout_temperature=1: they must agree"):
+    with pytest.raises(ValueError, match=r"temperature=0\.7, rollout_temperature=1: they must be equal"):
         from_hidden({"rollout_temperature": 1.0}, given, 0.7)
 
 
@@ -420,7 +420,7 @@ def test_only_response_tokens_go_through_the_head(monkeypatch) -> None:
     ("change", "message"),
     [
         ({"token_ids": torch.zeros(2, 3, dtype=torch.int64)}, "each token needs one state"),
-        ({"weight": torch.zeros(11, H + 1)}, "weight has shape"),
+        ({"weight": torch.zeros(11, H + 1)}, "weight must be"),
         ({"head": {"bias": torch.zeros(10)}}, "bias has shape"),
     ],
 )

@@ -216,10 +216,10 @@ def test_a_term_of_nemo_rl_that_would_be_lost_is_refused(name) -> None:
 
 
 def test_a_key_that_the_host_decides_is_refused(prime_rl) -> None:
-    with pytest.raises(ValueError, match="calculate_per_token_loss=False: no effect, because NeMo-RL decides it"):
+    with pytest.raises(ValueError, match="calculate_per_token_loss=False: no effect, because NeMo-RL sets it"):
         MisLoss(HostLoss({}), {"mis_loss_method": "ppo", "calculate_per_token_loss": False})
     row = torch.zeros(2)
-    with pytest.raises(ValueError, match="use_rollout_logprobs=False: no effect, because prime-rl decides it"):
+    with pytest.raises(ValueError, match="use_rollout_logprobs=False: no effect, because prime-rl sets it"):
         loss(LossInputs(row, row, None, row, row == 0, None), keys={"use_rollout_logprobs": False})
 
 

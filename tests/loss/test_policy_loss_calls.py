@@ -52,7 +52,7 @@ REFUSED = [
     ),
     ({"mis_loss_mode": "decoupled"}, "mis_loss_mode: decoupled needs a correction: set use_tis: true"),
     ({"mis_loss_mode": "reinforce"}, "mis_loss_mode: reinforce needs a correction"),
-    ({"mis_loss_mode": "decoupled"} | HOOK | BEHAVIOR, "drop the flag, or write mis_loss_mode: bypass"),
+    ({"mis_loss_mode": "decoupled"} | HOOK | BEHAVIOR, "drop the flag, or use mis_loss_mode: bypass"),
     (
         {"mis_loss_mode": "reinforce", "advantage_estimator": "gspo"} | HOOK,
         "estimator='gspo': no effect, because mis",
@@ -90,7 +90,7 @@ REFUSED = [
     ({"mis_loss_denominator": "constant"}, "needs mis_loss_constant, a number of tokens"),
     ({"mis_loss_denominator": "constant", "mis_loss_constant": 0.0}, r"mis_loss_constant must be in \(0, inf\)"),
     ({"mis_loss_constant": 8.0}, "mis_loss_constant=8.0: no effect, because mis_loss_denominator is original"),
-    ({"mis_loss_denominator": "kept", "calculate_per_token_loss": True}, "write mis_denominator: kept"),
+    ({"mis_loss_denominator": "kept", "calculate_per_token_loss": True}, "use mis_denominator: kept"),
     ({"mis_loss_denominator": "kept", "mis_denominator": "kept"} | HOOK, "are two denominators: drop one of them"),
     (
         {"mis_loss_denominator": "sequence", "custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"},

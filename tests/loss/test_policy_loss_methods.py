@@ -317,7 +317,7 @@ def test_rejected_tokens_leave_the_methods_own_penalty() -> None:
 
 
 REFUSED = [
-    ("icepops", "mis_loss_method: no method 'icepops' (did you mean 'icepop'"),
+    ("icepops", "mis_loss_method: unknown method 'icepops' (did you mean 'icepop'"),
     ({"low": 0.5}, "mis_loss_method must be the name of a method, or a mapping with the key name"),
     (3, "mis_loss_method must be a mapping, got 3"),
     ({"name": "icepop", "hihg": 2.0}, "unknown parameters of mis_loss_method: icepop: 'hihg' (did you mean 'high'?)"),

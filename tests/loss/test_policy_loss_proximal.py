@@ -42,7 +42,7 @@ def assert_equal(found: tuple, wanted: tuple) -> None:
 def test_it_is_the_loss_of_a_host_that_has_scored_nothing(name) -> None:
     keys = OPTIONS[name]
     wanted = called(keys, local(log_probs=None))
-    with pytest.warns(mis_ext.MismatchWarning, match="mis_loss_proximal: current does not use .* skips it with --use"):
+    with pytest.warns(mis_ext.MismatchWarning, match="mis_loss_proximal: current does not use .*set --use"):
         assert_equal(called(keys | CURRENT, local()), wanted)
     # What is stored says something else, and is not looked at.
     assert not torch.equal(called(keys, local())[2], wanted[2])
@@ -143,7 +143,7 @@ REFUSED = [
         CURRENT | {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "global_batch_size": 64},
         "mis_loss_proximal: current with 4 optimizer steps per rollout",
     ),
-    (METHOD | {"use_rollout_logprobs": True}, "drop the flag, or with one .* write mis_loss_proximal: current"),
+    (METHOD | {"use_rollout_logprobs": True}, "drop the flag, or with one .* use mis_loss_proximal: current"),
 ]
 
 

@@ -234,7 +234,7 @@ def failing_tensor_parallel(rank: int) -> None:
     host = Host(Groups.of_process_groups(dp_group=dp_group), score)
     kind, message = {
         0: (RuntimeError, "tensor-parallel rank 1 failed to score"),
-        1: (TypeError, "logits must be floats"),
+        1: (TypeError, "logits must be floating-point"),
         2: (RuntimeError, "failed on rank 0;"),
         3: (RuntimeError, "failed on rank 1;"),
     }[rank]

@@ -34,7 +34,7 @@ def test_fused_is_the_default_and_a_key_chooses() -> None:
 @pytest.mark.parametrize(("flags", "reason"), KEPT)
 def test_the_hosts_function_is_kept_where_only_it_gives_its_numbers(flags, reason) -> None:
     assert who(flags) == who(flags | {"mis_loss_scoring": "host"}) == "host"
-    with pytest.raises(ValueError, match=f"mis_loss_scoring: fused with {reason}.*; write mis_loss_scoring: host"):
+    with pytest.raises(ValueError, match=f"mis_loss_scoring: fused with {reason}.*; use mis_loss_scoring: host"):
         who(flags | {"mis_loss_scoring": "fused"})
     with pytest.raises(ValueError, match=f"mis_loss_inplace=True: no effect, because the framework's .* \\({reason}"):
         who(flags | {"mis_loss_inplace": True})

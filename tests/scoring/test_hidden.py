@@ -294,7 +294,7 @@ def test_parts_are_equal_and_none_is_larger(number, most) -> None:
         (
             {"weight": torch.zeros(5, 4)},
             ValueError,
-            r"weight has shape \[5, 4\], must be \[V, 3\], as wide as hidden",
+            r"weight must be \[V, 3\], with E of hidden, got shape \[5, 4\]",
         ),
         ({"weight": torch.zeros(5, 3).bfloat16()}, TypeError, "weight is torch.bfloat16, but hidden is torch.float32"),
         ({"weight": torch.zeros(0, 3)}, ValueError, r"weight has shape \[0, 3\]: neither V nor E may be 0"),
@@ -312,9 +312,9 @@ def test_parts_are_equal_and_none_is_larger(number, most) -> None:
         ({"token_T": torch.zeros(2)}, TypeError, "token_T must be int64 or int32, got torch.float32"),
         ({"row_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"row_T has shape \[3\], and token_T has \[2\]"),
         ({"row_T": torch.zeros(2, dtype=torch.bool)}, TypeError, "row_T must be int64 or int32, got torch.bool"),
-        ({"hidden": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "hidden must be floats, got torch.int64"),
+        ({"hidden": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "hidden must be floating-point, got torch.int64"),
         ({"hidden": torch.zeros(2, 3, device="meta")}, ValueError, "weight is on cpu, but hidden is on meta"),
-        ({"vocab_size": 6}, ValueError, r"vocab_size must be in \[1, 5\], 1 ranks with 5 rows of weight, got 6"),
+        ({"vocab_size": 6}, ValueError, r"vocab_size must be in \[1, 5\] for 1 ranks with 5 rows of weight, got 6"),
         ({"tp_rank": 1}, ValueError, r"tp_rank must be in \[0, 0\], because tp_group has 1 ranks, got 1"),
         ({"sequence_parallel": True}, ValueError, "sequence_parallel must be False if tp_group is None"),
         (
@@ -343,7 +343,7 @@ def test_sums_of_integers_are_refused() -> None:
     weight = torch.zeros(5, 3, requires_grad=True)
     weight.main_grad = torch.zeros(5, 3, dtype=torch.int32)
     given = torch.zeros(2, 3), weight, torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"weight.main_grad must be floats, got torch.int32"):
+    with pytest.raises(TypeError, match=r"weight.main_grad must be floating-point, got torch.int32"):
         score_hidden(*given, gradient_accumulation_fusion=True)
 
 

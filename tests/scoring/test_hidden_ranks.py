@@ -115,9 +115,9 @@ def failing(rank: Rank, change: dict[str, Any]) -> Any:
     ("change", "error", "text"),
     [
         ({"temperature": -1.0}, ValueError, "temperature must be"),
-        ({"weight": torch.ones(4, 2)}, ValueError, r"weight has shape \[4, 2\]"),
+        ({"weight": torch.ones(4, 2)}, ValueError, r"got shape \[4, 2\]"),
         ({"hidden": torch.ones(3, 3)}, ValueError, "there are 3 hidden states"),
-        ({"vocab_size": 9}, ValueError, r"vocab_size must be in \[1, 8\], 2 ranks with 4 rows of weight, got 9"),
+        ({"vocab_size": 9}, ValueError, r"vocab_size must be in \[1, 8\] for 2 ranks with 4 rows of weight, got 9"),
         ({"vocab_size": 6.5}, TypeError, "vocab_size must be an integer"),
         ({"hidden": torch.tensor(1.0)}, ValueError, "hidden must be"),
         ({"weight": None}, TypeError, "weight must be a tensor, got NoneType"),

@@ -80,7 +80,7 @@ class NoMemory:
     ("change", "error", "text"),
     [
         ({"temperature": -1.0}, ValueError, "temperature must be"),
-        ({"logits": torch.ones(2, 4, dtype=torch.int64)}, TypeError, "logits must be floats"),
+        ({"logits": torch.ones(2, 4, dtype=torch.int64)}, TypeError, "logits must be floating-point"),
         ({"row_T": torch.tensor([0])}, ValueError, r"row_T has shape \[1\]"),
         ({"logits": None}, TypeError, "logits must be a tensor, got NoneType"),
         ({"token_T": "abc"}, TypeError, "token_T must be a tensor, got str"),

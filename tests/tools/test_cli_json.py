@@ -219,7 +219,7 @@ def test_the_command_alone_prints_its_commands(capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["reprot", "x"], "mis-ext: error: no command 'reprot' (did you mean 'report'?)"),
+        (["reprot", "x"], "mis-ext: error: unknown command 'reprot' (did you mean 'report'?)"),
         (
             ["report", "x", "--tokeniser", "y"],
             "mis-ext report: error: unrecognized arguments: --tokeniser (did you mean",

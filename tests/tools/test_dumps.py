@@ -120,7 +120,7 @@ def test_files_are_read_one_after_the_other(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"format_version": 3}, "format_version is 3; known are 2 and files without one"),
+        ({"format_version": 3}, "format_version must be 2 or absent, got 3"),
         ({"samples": {"log_probs": []}}, "its samples are not a list of dicts"),
         ({"samples": [[1.0]]}, "its samples are not a list of dicts"),
         (
@@ -242,13 +242,13 @@ def test_a_file_without_samples_is_stated(tmp_path) -> None:
     torch.save({"rollout_id": 7, "rollout_data": {"log_probs": [], "rollout_log_probs": []}}, empty)
     dumps = Dumps([one_file_of_all_ranks(tmp_path / "7.pt"), empty])
     assert len(list(dumps)) == 3
-    assert dumps.skipped == [Skipped(str(empty), None, "holds no sample")]
+    assert dumps.skipped == [Skipped(str(empty), None, "contains no sample")]
 
 
 def test_lines_without_a_sample_are_an_error_beside_other_files_too(tmp_path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
-    with pytest.raises(ValueError, match=r"empty\.jsonl: holds no sample"):
+    with pytest.raises(ValueError, match=r"empty\.jsonl: contains no sample"):
         list(Dumps([one_file_of_all_ranks(tmp_path / "7.pt"), empty]))
 
 

@@ -154,8 +154,8 @@ def test_a_misspelt_name_gets_the_nearest_of_both_lists(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["explain", "dppo_tw"])
     error = capsys.readouterr().err
-    assert "no preset and no method 'dppo_tw' (did you mean 'dppo_tv'" in error
-    assert "mis-ext presets and mis-ext methods list all" in error
+    assert "no file, preset, or method 'dppo_tw' (did you mean 'dppo_tv'" in error
+    assert "Run mis-ext presets or mis-ext methods to list all" in error
 
 
 def test_a_folder_or_a_file_of_a_presets_name_hides_no_preset(tmp_path, capsys, monkeypatch) -> None:

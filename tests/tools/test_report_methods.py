@@ -152,9 +152,9 @@ def test_one_trained_token_without_an_advantage_is_enough() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("grpo_k3", "method grpo_k3: it needs log-probs of the reference policy, which a dump does not have"),
-        ("drift_control", "method drift_control: it needs state values, which a dump does not have"),
-        ("dppo_tw", "no method 'dppo_tw' (did you mean 'dppo_tv'"),
+        ("grpo_k3", "method grpo_k3 needs log-probs of the reference policy, which a dump does not have"),
+        ("drift_control", "method drift_control needs state values, which a dump does not have"),
+        ("dppo_tw", "unknown method 'dppo_tw' (did you mean 'dppo_tv'"),
     ],
 )
 def test_what_a_dump_does_not_hold_is_refused_by_name(name, message, tmp_path, capsys) -> None:

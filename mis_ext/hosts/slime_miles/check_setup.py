@@ -137,11 +137,11 @@ def _doubts(given: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     correction, group, path, generates = config.correction, config.group, given.get(_ROLLOUT), given.get(_GENERATE)
     interval, tokens = given.get("update_weights_interval") or 1, given.get("on_policy_tokens")
     if is_miles() and group.needs_rollout:
-        raise ValueError(f"{group.needs_rollout}: Miles passes no rollout data; remove it")
+        raise ValueError(f"{group.needs_rollout}: Miles passes no rollout data; remove the key")
     if is_miles() and _is_ours(path) and not correction.staleness:
         raise ValueError(f"{_flag(_ROLLOUT)} {path}: Miles passes no rollout data to it; remove the flag")
     if correction.staleness and given.get("use_opd"):
-        raise ValueError("mis_staleness: use_opd has the teacher's log-probs where versions are stored; unset one")
+        raise ValueError("mis_staleness and use_opd use the same field, teacher_log_probs: unset one of them")
     if correction.denominator == "kept" and path is None and generates is not None and not _is_ours(generates):
         shared = f"mis_denominator: kept is wrong if {generates} makes several samples of a rollout"
         yield f"{shared}; {_flag(_ROLLOUT)} {_PREPARE} refuses them"

@@ -196,7 +196,7 @@ def _capture(module: Any, batch: Batch, log_probs: Sequence[Tensor]) -> None:
 def _scores_of_host(args: Any, unscored: Unscored) -> Scores:
     config, batch, logits, layout, _ = unscored
     if isinstance(logits, NoLogits):
-        raise ValueError("mis_ext.model_provider makes no logits for the framework's own log-prob function")
+        raise ValueError("the model of mis_ext.model_provider has no logits for the framework's own log-prob function")
     names = ("unconcat_tokens", "total_lengths", "response_lengths")
     given = {"args": args} | {name: batch[name] for name in names}
     if is_miles():
@@ -323,7 +323,7 @@ def _replace_scoring(actor: Any) -> None:
     of_host = getattr(actor, _SCORES, None)
     if of_host is None:
         raise ValueError(
-            f"{MODEL_FLAG} mis_ext.model_provider: {actor.__name__} has no {_SCORES} any more; remove the flag"
+            f"{MODEL_FLAG} mis_ext.model_provider: {actor.__name__} no longer has {_SCORES}; remove the flag"
         )
     if getattr(of_host, "__module__", None) != __name__:
         setattr(actor, _SCORES, _scoring(of_host))

@@ -136,7 +136,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         return
     if rollout_data is None:
         if key is not None:
-            raise ValueError(f"{key}: Miles passes no rollout data; remove it")
+            raise ValueError(f"{key}: Miles passes no rollout data; remove the key")
         return
     megatron = initialized_megatron()
     if megatron is not None and not megatron.is_pipeline_last_stage():
@@ -196,8 +196,8 @@ class TokenLags:
             lag = sample if sample.numel() == 0 else self._by_place.get(sample.data_ptr(), (None, None))[1]
             if lag is None or lag.numel() != sample.numel():
                 raise ValueError(
-                    "mis_staleness: a sample of this micro-batch is not of the rollout that mis_ext.prepare_rollout "
-                    "saw, or the framework has copied its rollout_log_probs since"
+                    "mis_staleness: a sample of this micro-batch is not in the rollout that mis_ext.prepare_rollout "
+                    "received, or the framework has copied its rollout_log_probs since then"
                 )
             found.append(lag)
         return found
@@ -299,7 +299,7 @@ def _samples_of(
     if missing or num_answers is None:
         raise ValueError(f"{key}: rollout_data has no {', '.join(missing) or 'n_samples_per_prompt'}; remove the key")
     if any(index is None for index in rollout_data["sample_indices"]):
-        raise ValueError(f"{key}: samples have no index, which slime's data source numbers by prompt")
+        raise ValueError(f"{key}: samples have no index; slime's data source sets it, prompt by prompt")
 
     def column(name: str, values: Any) -> Tensor:
         try:
@@ -348,7 +348,7 @@ def _schedule(rollout_data: Mapping[str, Any], num_samples: int) -> tuple[list[i
     for step, places in zip(step_of, batches, strict=True):
         for place in places:
             if place >= num_samples:
-                raise ValueError(f"micro_batch_indices has {place}, but there are {num_samples} loss_masks")
+                raise ValueError(f"micro_batch_indices contains {place}, but there are {num_samples} loss_masks")
             steps[place], terms[place] = step, sizes[step]
     return steps, terms
 
@@ -370,5 +370,5 @@ def _refuse_shared_denominators(rollout_data: dict[str, Any], device: torch.devi
     # A sample without trainable tokens adds nothing with any divisor.
     if not bool(((shared_S == own_S) | (own_S == 0.0)).all()):
         raise ValueError(
-            "mis_denominator: kept: several samples of this rollout share a denominator; write mis_denominator: fixed"
+            "mis_denominator: kept: several samples of this rollout share a denominator; use mis_denominator: fixed"
         )

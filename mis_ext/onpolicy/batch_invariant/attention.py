@@ -72,7 +72,7 @@ def attention(
     check_tensors({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
     _check_shapes(query, key, value, cu_seqlens_q, cu_seqlens_k)
     if scale is not None and not scale > 0:
-        raise ValueError(f"scale={scale}: attention takes a scale > 0")
+        raise ValueError(f"scale must be above 0, got {scale}")
     if mask is not None:
         if mask.dtype != torch.bool:
             raise TypeError(f"mask must be boolean, got {mask.dtype}")
@@ -87,7 +87,7 @@ def attention(
                 f"{key_slots.dtype}"
             )
         if mask is not None:
-            raise NotImplementedError("batch-invariant attention with key_slots takes no mask: gather the keys first")
+            raise NotImplementedError("batch-invariant attention with key_slots has no mask: gather the keys first")
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise NotImplementedError(
                 "batch-invariant attention with key_slots has no derivative: gather the keys first"
@@ -148,9 +148,9 @@ class _Attention(torch.autograd.Function):
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     shapes = {"query": [*query.shape], "key": [*key.shape], "value": [*value.shape]}
     if any(len(shape) != 3 for shape in shapes.values()):
-        raise ValueError(f"attention takes [tokens, heads, dim], got {shapes}")
+        raise ValueError(f"query, key and value must be [tokens, heads, dim], got {shapes}")
     if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(f"attention takes one dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
+        raise TypeError(f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
     if shapes["key"][:2] != shapes["value"][:2] or shapes["key"][2] != shapes["query"][2]:
         raise ValueError(
             "key and value must have the same shape except for the last dimension, and key and query the same last "
@@ -180,14 +180,14 @@ def scaled_dot_product_attention(
         raise NotImplementedError(f"batch-invariant attention has no dropout, got dropout_p={dropout_p}")
     if attn_mask is not None and (type(attn_mask) is not Tensor or attn_mask.dtype != torch.bool):
         kind = f"{type(attn_mask).__name__} of {attn_mask.dtype}"
-        raise NotImplementedError(f"batch-invariant attention takes boolean masks, got a {kind}")
+        raise NotImplementedError(f"batch-invariant attention supports only boolean masks, got a {kind}")
     if attn_mask is not None and is_causal:
-        raise ValueError("attention takes attn_mask or is_causal=True, not both")
+        raise ValueError("pass attn_mask or is_causal=True, not both")
     shape, shapes = query.shape, [[*x.shape] for x in (query, key, value)]
     query, key, value = (x[(None,) * (4 - x.dim())] for x in (query, key, value))
     if any(x.dim() != 4 or len(x) != len(query) for x in (query, key, value)):
         raise NotImplementedError(
-            f"batch-invariant attention takes [batch, heads, tokens, dim] of one batch, got {shapes}"
+            f"batch-invariant attention supports only [batch, heads, tokens, dim] of one batch, got {shapes}"
         )
     (batch, heads, num_q, _), num_k = query.shape, key.shape[2]
     if is_causal and num_q != num_k:

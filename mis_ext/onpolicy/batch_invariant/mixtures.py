@@ -40,8 +40,8 @@ def grouped_mm(
     has_groups = offs is not None and offs.shape == b.shape[:1] and offs.dtype == torch.int32
     if not fits or not has_groups or bias is not None or out_dtype not in (None, a.dtype):
         raise RuntimeError(
-            f"{func} in the mode takes [M, K] and [G, K, N] of the same dtype, int32 offs [G], and no bias or other "
-            f"out_dtype, got {[*a.shape]} of {a.dtype}, {[*b.shape]} of {b.dtype} and {out_dtype}"
+            f"{func} in the mode supports only [M, K] and [G, K, N] of the same dtype, int32 offs [G], and no bias or "
+            f"other out_dtype, got {[*a.shape]} of {a.dtype}, {[*b.shape]} of {b.dtype} and {out_dtype}"
         )
     return devices.kernels_on(a).grouped_rows(a, b, offs)
 
@@ -99,7 +99,7 @@ def index_put(
 def _output(func: Any, x: Tensor, source: Tensor) -> Tensor:
     """The tensor to add to: the caller's own for an in-place function."""
     if x.dtype != source.dtype:
-        raise RuntimeError(f"{func} adds values of the same dtype, got {x.dtype} and {source.dtype}")
+        raise RuntimeError(f"{func} needs values of the same dtype, got {x.dtype} and {source.dtype}")
     return x if func._schema.is_mutable else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -282,7 +282,7 @@ def _rows(step: int, position_T: Tensor, lengths: list[int], sequences: list[int
     for length, sequence in zip(lengths, sequences, strict=True):
         rest = position_T[len(sequence_T) :].tolist()
         if length - 1 not in rest or rest[: rest.index(length - 1) + 1] != [*range(rest[0], length)]:
-            raise ValueError(f"step {step}: positions {rest} do not continue with a request of length {length}")
+            raise ValueError(f"step {step}: positions {rest} do not start with the end of a request of length {length}")
         sequence_T += [sequence] * (length - rest[0])
         last.append(len(sequence_T) - 1)
     if len(sequence_T) != len(position_T):

@@ -65,7 +65,7 @@ class RoutedExperts:
         if repeated_TLK.any():
             where, value = _first(repeated_TLK, ordered_TLK[..., 1:])
             raise ValueError(
-                f"expert {value} is chosen twice at {where}: dense layers or unwritten rows of the engine?"
+                f"expert {value} is chosen twice at {where}, as in dense layers or rows that the engine did not write"
             )
 
     @property
@@ -205,7 +205,7 @@ def _moe_rows(rows_NLK: Tensor, moe_layers: Sequence[int] | None) -> Tensor:
     dense = [layer for layer in range(num_layers) if layer not in layers]
     if rows_NLK[:, dense].any():
         layer = next(layer for layer in dense if rows_NLK[:, layer].any())
-        raise ValueError(f"layer {layer} has experts, so it is not a dense layer: moe_layers = {layers} omits it")
+        raise ValueError(f"layer {layer} has experts, so it is not a dense layer, but moe_layers = {layers} omits it")
     rows_NLK = rows_NLK[:, layers]
     if len(rows_NLK) and not rows_NLK.any():
         raise ValueError("every expert in routed_experts is 0: the engine's MoE backend recorded nothing")

@@ -180,7 +180,7 @@ class RoutingLayout:
             raise ValueError(f"samples differ in (layers, topk, num_experts): {sorted(kinds)}")
         for index, (sample, length) in enumerate(zip(samples, self.lengths, strict=True)):
             if sample.num_tokens != length:
-                raise ValueError(f"sample {index} has experts of {sample.num_tokens} tokens, but {length} tokens")
+                raise ValueError(f"sample {index} has experts of {sample.num_tokens} tokens, but needs {length}")
 
 
 def _checked(lengths: Sequence[int]) -> tuple[int, ...]:

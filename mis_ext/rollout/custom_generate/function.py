@@ -252,7 +252,7 @@ def check_resumable(sample: Any) -> None:
         found = len(values or [])
         if found < length or (found > length and name != "tokens"):
             raise ValueError(
-                f"sample {sample.index} is to be resumed: its {name} have {found} entries, but its response has "
+                f"sample {sample.index} cannot be resumed: its {name} have {found} entries, but its response has "
                 f"{length}"
             )
 

@@ -95,8 +95,8 @@ class Settings:
         if self.environment is not None and limit is None:
             flag = "eval_max_context_len" if evaluation else "rollout_max_context_len"
             raise ValueError(
-                f"{KEY}.environment needs {flag}, at most the context length of the engine, which refuses a request "
-                "whose prompt and max_new_tokens are longer together"
+                f"{KEY}.environment needs {flag}, at most the context length of the engine. The engine refuses a "
+                "request whose prompt and max_new_tokens together are longer"
             )
         return limit
 
@@ -110,7 +110,7 @@ class Settings:
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"{KEY}.environment: {self.environment} cannot be imported: {error}") from error
         if not inspect.iscoroutinefunction(step):
-            raise TypeError(f"{KEY}.environment: {self.environment} must be an async def, got {step!r}")
+            raise TypeError(f"{KEY}.environment: {self.environment} must be an async function, got {step!r}")
         return cast(Environment, step)
 
 
@@ -125,10 +125,10 @@ def check_supported(args: Any, sample: Any, settings: Settings) -> None:
     for name in ("cache_by_version", "canary"):
         if getattr(settings, name) and endpoint_of(sample) is VLLM:
             raise ValueError(
-                f"{KEY}.{name} needs an SGLang endpoint that vLLM does not have; remove it, and see compare_weights"
+                f"{KEY}.{name} needs an SGLang endpoint that vLLM lacks; remove the key, and use compare_weights"
             )
     if stores_versions(args) and getattr(args, "use_opd", None):
-        raise ValueError("mis_staleness stores versions where use_opd has the teacher's log-probs: unset one of them")
+        raise ValueError("mis_staleness and use_opd use the same field, teacher_log_probs: unset one of them")
     lora = () if getattr(args, "lora_train_only", False) else _LORA_FLAGS
     for flag in (*_UNSUPPORTED_FLAGS, *lora):
         if getattr(args, flag, None):
@@ -155,7 +155,7 @@ def render_messages(tokenizer: ChatTokenizer, args: Any, sample: Any, messages: 
         if own not in (None, general):
             raise ValueError(
                 f"apply_chat_template_kwargs of the evaluation dataset {dataset.name} ({own}) are not those of the run "
-                f"({general}): give them to its samples"
+                f"({general}): set them in its samples"
             )
     tools = sample.metadata.get("tools")
     given = {**(options or general or {}), **({} if tools is None else {"tools": tools})}

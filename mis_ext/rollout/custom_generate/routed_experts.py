@@ -98,14 +98,14 @@ def known_rows(sample: Any) -> list[Rows]:
     if not sample.response_length:
         return []
     if sample.rollout_routed_experts is None:
-        raise ValueError(f"sample {sample.index} is to be resumed with {FLAG}, but its tokens have no experts")
+        raise ValueError(f"sample {sample.index} cannot be resumed with {FLAG}: its tokens have no experts")
     rows = numpy.asarray(sample.rollout_routed_experts)
     # Observations at the end had no forward pass yet; their log-probs are 0.
     sampled = [place for place, log_prob in enumerate(sample.rollout_log_probs) if log_prob]
     fed = len(sample.tokens) - sample.response_length + (sampled[-1] if sampled else 0)
     if not fed <= len(rows) < len(sample.tokens):
         raise ValueError(
-            f"sample {sample.index} is to be resumed: its rollout_routed_experts have {len(rows)} rows, but its "
+            f"sample {sample.index} cannot be resumed: its rollout_routed_experts have {len(rows)} rows, but its "
             f"{len(sample.tokens)} tokens need {fed} to {len(sample.tokens) - 1}"
         )
     return [rows]
@@ -168,7 +168,7 @@ def join_rows(args: Any, sample: Any, parts: Sequence[Rows]) -> Any:
 
     if not parts:
         raise ValueError(
-            f"sample {sample.index} has no room for a token, so the engine chose no experts, which {FLAG} needs of "
+            f"sample {sample.index} has no room for a token, so the engine chose no experts, which {FLAG} needs for "
             "every sample: exclude such prompts (rollout_max_prompt_len)"
         )
     shapes = sorted({part.shape[1:] for part in parts})

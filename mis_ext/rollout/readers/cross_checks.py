@@ -78,7 +78,7 @@ def settle(
     # The id of an end token is the last sampled id; a stop string has no id.
     match = matches[0].token_or_text() if matches else None
     if isinstance(match, int) and ids[-1:] != [match]:
-        raise Contradiction(request_id, f"token {match} ended the generation, but it ends with {ids[-1:]}")
+        raise Contradiction(request_id, f"token {match} ended the generation, but the last sampled id is {ids[-1:]}")
     kept = _read_kept(kept_ids, ids) if kept_ids else None
     version = last_version.string() if last_version else None
     version_of_each = _read_versions(versions, last_version, len(ids)) if versions else []
@@ -148,7 +148,7 @@ def _read_versions(spans: Field, last: Field | None, length: int) -> list[str]:
             raise CountMismatch(span.request_id, f"{found}, but {len(versions)} of {length} sampled ids are before it")
         versions += [span["version"].string()] * (end - start)
     if len(versions) != length:
-        raise CountMismatch(spans.request_id, f"{spans.path} are of {len(versions)} ids, but {length} were sampled")
+        raise CountMismatch(spans.request_id, f"{spans.path} cover {len(versions)} ids, but {length} were sampled")
     if versions and last:
         check_same(last, spans.entry(-1)["version"])
     return versions
@@ -188,7 +188,7 @@ class Choice:
         count = len(bodies)
         if choice is None and count != 1:
             raise MalformedResponse(
-                self.answer.request_id, f"response.choices has {count} entries: name one by choice="
+                self.answer.request_id, f"response.choices has {count} entries: select one with choice="
             )
         self.position = choice or 0
         if not 0 <= self.position < count:

@@ -173,7 +173,7 @@ def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tup
             raise field.malformed("an object")
     error = answer if response.get("object") == "error" else answer.get("error")
     if error:
-        raise AbortedRequest(name, f"the server answered with an error: {str(error.value)[:500]}")
+        raise AbortedRequest(name, f"the server returned an error: {str(error.value)[:500]}")
     # The best of several is more likely than a sample, and its log-probs do not show by how much.
     for parameters in (asked, asked.get("sampling_params")):
         if not isinstance(parameters.value, Mapping):
@@ -190,7 +190,7 @@ def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tup
             found = parameters.get(key)
             if found and found.value not in values:
                 problem = f"{found.path} is {reprlib.repr(found.value)}, so the response is not a sample of the policy"
-                raise NotASample(name, f"{problem}: remove it")
+                raise NotASample(name, f"{problem}: remove this parameter")
     return asked, answer
 
 

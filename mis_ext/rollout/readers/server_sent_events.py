@@ -45,7 +45,7 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
         return _join_chunks(events)
     names = {event["meta_info"]["id"].value for event in events}
     if len(names) > 1:
-        raise MalformedResponse(request_id, f"the stream has {len(names)} requests: send each prompt on its own")
+        raise MalformedResponse(request_id, f"the stream has {len(names)} requests: send each prompt separately")
     return dict(events[-1].value)
 
 

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not arguments[0].startswith("-") and arguments[0] not in commands.choices:
         known = ", ".join(commands.choices)
-        parser.error(f"no command {arguments[0]!r}{did_you_mean(arguments[0], commands.choices)}; there are {known}")
+        parser.error(f"unknown command {arguments[0]!r}{did_you_mean(arguments[0], commands.choices)}; known: {known}")
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         command = commands.choices[parsed.command]

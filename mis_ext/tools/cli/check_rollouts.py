@@ -61,7 +61,7 @@ def run(parsed: argparse.Namespace) -> Result:
         raise ValueError(f"--samples needs --policy: {' | '.join(get_args(Policy))}")
     samples = parsed.samples
     if samples is not None and samples.exists() and any(samples.samefile(log) for log in parsed.files):
-        raise ValueError(f"{samples} is one of the logs: name another file")
+        raise ValueError(f"{samples} is one of the logs: choose another file")
     report = _check(parsed, None if parsed.tokenizer is None else load_tokenizer(parsed.tokenizer))
     return Result(report, lambda: _show_report(report), 0 if report["passed"] else 1)
 

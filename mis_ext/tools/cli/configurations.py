@@ -96,7 +96,7 @@ def _find_configuration(name: str) -> Configuration:
     if Path(name).exists():
         return read_file(name)
     near = did_you_mean(name, (*list_presets(), *METHODS))
-    raise ValueError(f"no file, no preset and no method {name!r}{near}; mis-ext presets and mis-ext methods list all")
+    raise ValueError(f"no file, preset, or method {name!r}{near}. Run mis-ext presets or mis-ext methods to list all")
 
 
 def _show_explanation(name: str, about: Mapping[str, str], found: Explanation) -> None:

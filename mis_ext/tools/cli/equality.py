@@ -110,7 +110,7 @@ def run_diff(arguments: argparse.Namespace) -> Result:
     """Compare the recordings. The exit code is 0 if they are equal, else 1."""
     requests_a, requests_b = (own or arguments.request for own in (arguments.request_a, arguments.request_b))
     if len(requests_a or ()) != len(requests_b or ()) and arguments.a.is_dir() and arguments.b.is_dir():
-        raise ValueError(f"give as many requests of A as of B, got {requests_a} and {requests_b}")
+        raise ValueError(f"pass as many requests of A as of B, got {requests_a} and {requests_b}")
     comparison = onpolicy.compare(
         _read(arguments.a, requests_a),
         _read(arguments.b, requests_b),

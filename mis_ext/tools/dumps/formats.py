@@ -66,7 +66,7 @@ def _first(said: Mapping[str, Any], key: str) -> Any:
 def _content_of(samples: Sequence[Mapping[str, Any]], **of_all: Any) -> Content:
     """Content of samples which each have their own keys; ``of_all`` applies to all."""
     if not samples:
-        raise ValueError("holds no sample")
+        raise ValueError("contains no sample")
     rows = [{key: _first(sample, key) for key in KEYS} | of_all for sample in samples]
     return Content(rows, [*dict.fromkeys(str(key) for sample in samples for key in sample)])
 
@@ -75,10 +75,10 @@ def read_torch(path: Path, *, trust_pickle: bool) -> Content:
     """Read a ``.pt`` file of a framework, in the old or new format."""
     content = _load(path, trust_pickle)
     if not isinstance(content, dict):
-        raise ValueError(f"holds a {type(content).__name__}, not a dict of lists")
+        raise ValueError(f"contains a {type(content).__name__}, not a dict of lists")
     version, rollout_id = content.get("format_version"), _first(content, "rollout_id")
     if version not in (None, 2):
-        raise ValueError(f"format_version is {version!r}; known are 2 and files without one")
+        raise ValueError(f"format_version must be 2 or absent, got {version!r}")
     if version == 2 or ("samples" in content and "rollout_data" not in content):
         samples = content.get("samples")
         if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
@@ -86,7 +86,7 @@ def read_torch(path: Path, *, trust_pickle: bool) -> Content:
         return _content_of(samples, rollout_id=rollout_id)._replace(has_trainer=version == 2)
     columns = content.get("rollout_data", content)
     if not isinstance(columns, dict):
-        raise ValueError(f"holds a {type(columns).__name__}, not a dict of lists")
+        raise ValueError(f"contains a {type(columns).__name__}, not a dict of lists")
     cp_size = _integer(content, "cp_size", low=1) or 1
     return Content(
         _rows_of({**columns, "rollout_id": rollout_id}, has_parts=cp_size > 1),
@@ -108,7 +108,7 @@ def _rows_of(columns: Mapping[str, Any], *, has_parts: bool) -> list[dict[str, A
             raise ValueError(f"{key} must be a list with a value per sample, got {reprlib.repr(column)}")
     lengths = {key: len(column) for key, column in lists.items() if key not in OPTIONAL}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"not the same number of samples for every key: {lengths}")
+        raise ValueError(f"keys have different numbers of samples: {lengths}")
     num_samples = max(lengths.values(), default=1)
     lists = {key: column for key, column in lists.items() if len(column) == num_samples}
     return [of_file | {key: column[index] for key, column in lists.items()} for index in range(num_samples)]
@@ -131,7 +131,7 @@ def _load(path: Path, trust_pickle: bool) -> Any:
         # From PyTorch's advice keep only the type.
         reason = next((line for line in lines if "Unsupported" in line), lines[0]).strip().partition(". ")[0]
         raise ValueError(
-            f"cannot be read: {reason} (if it holds more than tensors and you trust whoever wrote it: --trust-pickle)"
+            f"cannot be read: {reason} (if it contains more than tensors and you trust its author, use --trust-pickle)"
         ) from error
 
 

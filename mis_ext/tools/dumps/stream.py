@@ -83,7 +83,7 @@ class Dumps:
         for path in self._watch(self._paths):
             samples = read_file(regular_file(path), trust_pickle=self._trust_pickle)
             if not samples:
-                joiner.empty.append(Skipped(str(path), None, "holds no sample"))
+                joiner.empty.append(Skipped(str(path), None, "contains no sample"))
             yield from joiner.add_file(samples)
             # Free memory before the next file is read.
             del samples
@@ -168,7 +168,7 @@ class Joiner:
         elif held is not None:
             if size > 1:
                 raise ValueError(
-                    f"{sample.name}: context-parallel rank {rank} has other numbers in {path}; give files of one run"
+                    f"{sample.name}: context-parallel rank {rank} has other values in {path}; pass files of one run"
                 )
             # Tensor-parallel ranks disagree, or a folder has two runs: yield both.
             yield sample

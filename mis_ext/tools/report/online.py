@@ -77,7 +77,7 @@ def rollout_mismatch(rollout_data: dict[str, Any], groups: Groups, rollout_id: i
         raise
     found = _over_ranks(share, groups)
     if isinstance(found, int):
-        raise RuntimeError(f"{_HOOK} failed on rank {found}; its own error says why")
+        raise RuntimeError(f"{_HOOK} failed on rank {found}; see the error of that rank")
     return {f"{PREFIX}{name}": float(value) for name, value in vars(measure(*found)).items() if name not in _LEFT_OUT}
 
 

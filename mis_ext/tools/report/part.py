@@ -64,7 +64,7 @@ class Part:
         advantages = [None] * len(lengths) if advantages is None else advantages
         for name, column in (("behavior", behavior), ("masks", masks)):
             if [len(each) for each in column] != lengths:
-                raise ValueError(f"{name} and proximal must have as many samples and tokens as each other")
+                raise ValueError(f"{name} and proximal must have the same numbers of samples and tokens")
         if not len(origins) == len(advantages) == len(lengths):
             raise ValueError("origins and advantages must have one entry per sample")
         spread = [_spread(each, length) for each, length in zip(advantages, lengths, strict=True)]

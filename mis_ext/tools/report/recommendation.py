@@ -83,9 +83,9 @@ def _candidate(name: str, found: Configuration, yaml: str) -> Candidate:
         return Candidate(name, found.config, yaml, found.said)
     method = objective_of(found.loss).method
     if "reference" in method.policies:
-        raise ValueError(f"{name}: it needs log-probs of the reference policy, which a dump does not have")
+        raise ValueError(f"{name} needs log-probs of the reference policy, which a dump does not have")
     if method.needs_state_values:
-        raise ValueError(f"{name}: it needs state values, which a dump does not have")
+        raise ValueError(f"{name} needs state values, which a dump does not have")
     # If the hook can express the method, use the hook's exact numbers, gate names, and pitfalls.
     config = equivalent_correction(found.config, method)
     if config is not None:

@@ -127,7 +127,7 @@ class WhatIf:
         num_unknown = _sum(part.tokens.generated & ~is_known_T)
         if num_unknown and looks_at_advantages(method):
             raise ValueError(
-                f"{self.name}: it needs advantages, but {num_unknown:,.0f} trained tokens of step {part.step} "
+                f"{self.name} needs advantages, but {num_unknown:,.0f} trained tokens of step {part.step} "
                 "have none: use a dump with advantages"
             )
         corrects = not self.config.metrics_only

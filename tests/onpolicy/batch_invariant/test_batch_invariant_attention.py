@@ -174,13 +174,13 @@ def test_queries_before_the_first_key_have_no_gradient(hidden):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"query": torch.zeros(4, 8)}, ValueError, r"takes \[tokens, heads, dim\]"),
-        ({"key": torch.zeros(4, 2, 8).bfloat16()}, TypeError, "takes one dtype"),
+        ({"query": torch.zeros(4, 8)}, ValueError, r"must be \[tokens, heads, dim\]"),
+        ({"key": torch.zeros(4, 2, 8).bfloat16()}, TypeError, "must have one dtype"),
         ({"value": torch.zeros(5, 2, 8)}, ValueError, "the same shape"),
         ({"query": torch.zeros(4, 3, 8)}, ValueError, "3 query heads are not a multiple of 2 key heads"),
         ({name: torch.zeros(4, 0, 8) for name in ("key", "value")}, ValueError, "not a multiple of 0 key heads"),
         ({"cu_seqlens_q": torch.tensor([0, 2, 4])}, ValueError, r"must be \[sequences \+ 1\]"),
-        ({"scale": 0.0}, ValueError, "scale=0.0: attention takes a scale > 0"),
+        ({"scale": 0.0}, ValueError, "scale must be above 0, got 0.0"),
         ({"mask": torch.zeros(1, 1, 4, 4)}, TypeError, "mask must be boolean, got torch.float32"),
         (
             {"mask": torch.ones(1, 4, 4).bool()},
@@ -194,7 +194,7 @@ def test_queries_before_the_first_key_have_no_gradient(hidden):
         (
             {"key_slots": torch.zeros(1, 4).long(), "mask": torch.ones(1, 1, 4, 4).bool()},
             NotImplementedError,
-            "takes no mask: gather the keys first",
+            "has no mask: gather the keys first",
         ),
         (
             {"key_slots": torch.zeros(1, 4).long(), "key": torch.zeros(4, 2, 8, requires_grad=True)},

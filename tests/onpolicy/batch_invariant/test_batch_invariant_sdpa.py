@@ -107,7 +107,7 @@ def test_decode_through_torch_attention_equals_prefill_in_the_mode_and_not_outsi
 def test_torch_attention_of_other_shapes_is_refused(shapes):
     query, key = (randn(*shape) for shape in shapes)
     with (
-        pytest.raises(NotImplementedError, match=r"takes \[batch, heads, tokens, dim\] of one"),
+        pytest.raises(NotImplementedError, match=r"supports only \[batch, heads, tokens, dim\] of one"),
         batch_invariant_mode(),
     ):
         F.scaled_dot_product_attention(query, key, key)

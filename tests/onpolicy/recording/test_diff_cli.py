@@ -190,8 +190,8 @@ def test_runs_with_request_ids_of_their_own_are_paired_by_order(tmp_path, capsys
     capsys.readouterr()
     for wrong, message in (
         (["--request", "a"], "has no request ['a']; it has ['warm-up', '03', '7f']"),
-        (pairs[:6], "give as many requests of A as of B, got ['a', 'b'] and ['7f']"),
-        (pairs[:2], "give as many requests of A as of B, got ['a'] and None"),
+        (pairs[:6], "pass as many requests of A as of B, got ['a', 'b'] and ['7f']"),
+        (pairs[:2], "pass as many requests of A as of B, got ['a'] and None"),
     ):
         with pytest.raises(SystemExit) as error:
             main([*command, *wrong])

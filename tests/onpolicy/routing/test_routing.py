@@ -135,7 +135,7 @@ def test_padding_at_the_end_of_a_packed_micro_batch_is_neither_replayed_nor_miss
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RoutingLayout.packed([4]).local([numbered(5, sample=0)]), "sample 0 has experts of 5 tokens, but 4 "),
+        (lambda: RoutingLayout.packed([4]).local([numbered(5, sample=0)]), "has experts of 5 tokens, but needs 4"),
         (
             lambda: RoutingLayout.packed([4, 4]).local([numbered(4, sample=0)]),
             "experts of 1 samples, but the layout has 2",

@@ -241,7 +241,7 @@ def test_a_retracted_request_is_refused_where_the_weights_changed_and_counted_wh
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (None, "sample 0 is to be resumed with use_rollout_routing_replay, but its tokens have no experts"),
+        (None, "sample 0 cannot be resumed with use_rollout_routing_replay: its tokens have no experts"),
         (2, "have 2 rows, but its 5 tokens need 4 to 4"),
         (5, "have 5 rows, but its 5 tokens need 4 to 4"),
     ],

@@ -100,7 +100,7 @@ def test_log_probs_of_a_teacher_are_left_alone_where_nobody_asks_for_versions(to
 
 
 def test_versions_and_the_log_probs_of_a_teacher_do_not_go_together(tokenizer_folder):
-    with pytest.raises(ValueError, match="mis_staleness stores versions where use_opd has the teacher's log-probs"):
+    with pytest.raises(ValueError, match="mis_staleness and use_opd use the same field"):
         run([], tokenizer_folder, Sample(prompt="The weather"), mis_staleness=True, use_opd=True)
 
 

@@ -91,7 +91,7 @@ def test_the_session_is_named_to_a_router_that_routes_by_it(tokenizer_folder, po
         ({"max_turns": 2.5}, TypeError, r"on_policy_tokens\.max_turns must be an integer in \[1, 10000\], got 2.5"),
         ({"max_attempts": 0}, ValueError, r"on_policy_tokens\.max_attempts must be in \[1, 1000\], got 0"),
         ({"environment": "step"}, ValueError, "a dotted path such as my_agent.step, got 'step'"),
-        ({"environment": "os.path.join"}, TypeError, "os.path.join must be an async def"),
+        ({"environment": "os.path.join"}, TypeError, "os.path.join must be an async function"),
         (
             {"environment": "absent.step"},
             ValueError,

@@ -105,14 +105,14 @@ def test_what_cannot_be_scored_is_refused() -> None:
         trainer_log_probs(logits[0], [1, 2, 3, 0], Distribution(temperature=0.7))
     with pytest.raises(ValueError, match=r"logits have 1 positions, but token ids have shape \[2\]"):
         trainer_log_probs(logits, [1, 2], Distribution())
-    with pytest.raises(ValueError, match="token ids from 4 to 4, legal are 0 to 3"):
+    with pytest.raises(ValueError, match=r"token ids must be in \[0, 3\], got 4 to 4"):
         trainer_log_probs(logits, [4], Distribution())
-    with pytest.raises(ValueError, match="token ids from 3 to 3, legal are 0 to 2"):
+    with pytest.raises(ValueError, match=r"token ids must be in \[0, 2\], got 3 to 3"):
         trainer_log_probs(logits, [3], Distribution(), vocab_size=3)
     with pytest.raises(ValueError, match=r"vocab_size must be in \[1, 4\], the width of the logits, got 5"):
         trainer_log_probs(logits, [3], Distribution(), vocab_size=5)
     for distribution in (Distribution(logit_bias=((3, 1.0),)), Distribution(logit_bias=((-1, 1.0),))):
-        with pytest.raises(ValueError, match=r"logit_bias is for token id (3|-1), legal are 0 to 2"):
+        with pytest.raises(ValueError, match=r"token ids of logit_bias must be in \[0, 2\], got (3|-1)"):
             trainer_log_probs(logits, [2], distribution, vocab_size=3)
     with pytest.raises(ValueError, match="the trainer cannot compute this: because"):
         trainer_log_probs(logits, [3], Distribution(unrepeatable=("because",)))

@@ -125,7 +125,7 @@ def test_a_recorded_chat_response_is_read(name, tokenizer) -> None:
 
 def test_every_choice_is_read_and_none_is_left_out_silently() -> None:
     request, response = recorded("chat_two")
-    with pytest.raises(MalformedResponse, match="2 entries: name one by choice="):
+    with pytest.raises(MalformedResponse, match="2 entries: select one with choice="):
         read_sglang_chat(request, response)
     for position, body in enumerate(response["choices"]):
         generation = read_sglang_chat(request, response, choice=position)
@@ -164,7 +164,7 @@ def test_vllm_says_which_weights_sampled_each_id(exchange, read) -> None:
     choice["weight_versions"] = [{"version": "a", "start": 0, "end": length}]
     assert (read(request, response).weight_version, read(request, response).weight_versions) == ("a", None)
     choice["weight_versions"][0]["end"] -= 1
-    with pytest.raises(CountMismatch, match=rf"weight_versions are of {length - 1} ids, but {length} were sampled"):
+    with pytest.raises(CountMismatch, match=rf"weight_versions cover {length - 1} ids, but {length} were sampled"):
         read(request, response)
 
 

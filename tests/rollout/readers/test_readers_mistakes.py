@@ -98,7 +98,7 @@ GENERATE_MISTAKES = {
     "another prompt": (set_at("prompt_token_ids", [316, 284, 278]), Contradiction, r"input_ids\[2\] is 277, .* is 278"),
     "a gap between weights": (set_at(*SPANS, 0, "start", 1), CountMismatch, r"\[0\] is from 1 to 8, .*0 of 8"),
     "weights for too many": (set_at(*SPANS, 0, "end", 10**400), CountMismatch, "0 of 8"),
-    "weights for too few": (set_at(*SPANS, 0, "end", 5), CountMismatch, "of 5 ids, .*8"),
+    "weights for too few": (set_at(*SPANS, 0, "end", 5), CountMismatch, "cover 5 ids, .*8"),
     "other weights": (set_at(*SPANS, 0, "version", "6"), Contradiction, "weight_version is '7', .* is '6'"),
 }
 CHAT_MISTAKES = {
@@ -125,13 +125,13 @@ CHAT_MISTAKES = {
     "a message that is none": (set_at(*CHOICE, "message", "text"), MalformedResponse, "message must be an object"),
 }
 VLLM_MISTAKES = {
-    "an error": (set_at("object", "error"), AbortedRequest, "answered with an error"),
+    "an error": (set_at("object", "error"), AbortedRequest, "returned an error"),
     "an id above int32": (
         set_at(*CHOICE, "token_ids", 1, 2**40),
         MalformedResponse,
         r"token_ids\[1\] must be a token id",
     ),
-    "another end token": (set_at(*CHOICE, "stop_reason", 3), Contradiction, r"token 3 ended .* ends with \[2\]"),
+    "another end token": (set_at(*CHOICE, "stop_reason", 3), Contradiction, r"token 3 .* last sampled id is \[2\]"),
     "another prompt": (set_at("prompt_token_ids", [1]), CountMismatch, "prompt_tokens is 5, but there are 1 ids"),
 }
 
