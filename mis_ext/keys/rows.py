@@ -390,7 +390,8 @@ def json_schema() -> dict[str, Any]:
     ours = "|".join([*ROWS, *TIS_OF_FRAMEWORKS])
     methods = {
         f"method_{name}": _object(
-            {"name": {"const": name}} | {key: {"description": f"In {row.legal[key]}."} for key in row.defaults},
+            {"name": {"const": name}}
+            | {key: {"description": f"In {row.legal[key]}."} | _default(value) for key, value in row.defaults.items()},
             description=row.formula,
             required=["name"],
         )
@@ -425,4 +426,8 @@ def described(name: str) -> dict[str, Any]:
 def _node(row: Key, *, or_null: bool) -> dict[str, Any]:
     values = {"anyOf": [row.values.schema, {"type": "null"}]} if or_null else row.values.schema
     text = f"{row.text} In {row.unit}." if row.unit else row.text
-    return {**values, "description": text} | ({} if row.default in (None, ()) else {"default": row.default})
+    return {**values, "description": text} | _default(row.default)
+
+
+def _default(value: Any) -> dict[str, Any]:
+    return {} if value in (None, ()) else {"default": [*value] if isinstance(value, tuple) else value}
