@@ -445,9 +445,8 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
     if config.is_scaled and config.scope != "data_parallel":
         keys["tis_normalize_scope"] = config.scope
     for name in ("denominator", "staleness", "metric_max", "max_reject_fraction", "metrics", "compile"):
-        value = getattr(config, name)
-        if value != getattr(default, name):
-            keys[f"mis_{name}"] = list(value) if isinstance(value, tuple) else value
+        if getattr(config, name) != getattr(default, name):
+            keys[f"mis_{name}"] = getattr(config, name)
     if config.warn_only:
         keys["mis_guard"] = dict.fromkeys(sorted(config.warn_only), "warn")
     return {key: value for key, value in keys.items() if value not in (None, "always")}

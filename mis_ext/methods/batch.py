@@ -109,7 +109,7 @@ class Reductions:
         only counts, at most 16 KiB per gather, and every rank finds the same bits, for any number and distribution of
         values. NaN if the mask is empty.
         """
-        bits_T = _ordered(torch.where(mask_T, values_T.float(), 0.0))
+        bits_T = _ordered(values_T.float())
         found = bits_T.new_zeros(())
         for place, width in _DIGITS:
             digit_T = (bits_T >> place) & ((1 << width) - 1)
