@@ -186,6 +186,22 @@ def test_a_sample_that_nemo_rl_leaves_out_adds_nothing_to_a_metric() -> None:
 
 
 @pytest.mark.parametrize("host", ["prime-rl", "NeMo-RL"])
+def test_a_term_compares_each_token_with_its_own_reference(host, prime_rl) -> None:
+    keys = {"mis_loss_method": "reinforce", "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"}
+    batch, own = BATCHES["close"], BATCHES["close"]["log_prob"]
+
+    def term(reference: torch.Tensor) -> float:
+        if host == "NeMo-RL":
+            data = peer_cases.nemo_data(batch)
+            data["reference_policy_logprobs"] = torch.nn.functional.pad(reference, (1, 0))
+            return MisLoss(HostLoss({}), keys)(own, data, **peer_cases.SIZES)[1]["kl_loss"]
+        rows = [values.flatten() for values in (own, own, reference, batch["advantages"], batch["response_mask"])]
+        return float(loss(LossInputs(*rows, None), keys=keys).metrics["kl_loss"])
+
+    assert term(own) == 0.0 < term(batch["old_log_prob"])
+
+
+@pytest.mark.parametrize("host", ["prime-rl", "NeMo-RL"])
 def test_a_call_reads_the_device_once(host, prime_rl, monkeypatch) -> None:
     batch, keys, reads = BATCHES["close"], {"mis_loss_method": "reinforce", "get_mismatch_metrics": True}, []
     loss_fn = MisLoss(HostLoss({}), keys)

@@ -351,6 +351,8 @@ def test_every_flag_that_is_read_is_a_flag_of_the_hosts() -> None:
 def test_unset_flags_have_the_hosts_defaults() -> None:
     assert read_config({}, whole_loss=True).whole_loss.settings == LossSettings()
     assert read_config({"use_opsm": True}, whole_loss=True).whole_loss.settings.opsm_delta == 1e-4
+    written = {"mis_loss_denominator": "original", "calculate_per_token_loss": True}
+    assert read_config(written, whole_loss=True).whole_loss.settings == LossSettings(per_token_loss=True)
 
 
 @pytest.mark.parametrize(

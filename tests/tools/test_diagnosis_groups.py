@@ -268,6 +268,7 @@ def test_the_headline_names_the_cause_and_a_correction_comes_second() -> None:
     assert headline == "Find this first: stale weights, or a tensor that was not sent."
     assert "the first update broke one side" in reasons[0]
     assert reasons[1].startswith("Compare the weights of both sides tensor by tensor")
+    assert reasons[-1].startswith("In a pretrained model token TIS gained 0.13 of reward at a staleness of 8 steps")
     # Kernels, of steps that are alike, and of steps that are not.
     assert headline_of(*steps_of(same, same))[0] == "No correction is needed."
     grown = steps_of(same, lambda made: made._replace(behavior=made.behavior + made.noise(0.011)))
@@ -275,4 +276,8 @@ def test_the_headline_names_the_cause_and_a_correction_comes_second() -> None:
     # However small it is, stale weights are among what it may be.
     assert any(words.startswith("stale weights") for words in diagnosed(*grown)[0].alternatives)
     # Nothing but a size: no cause is made up.
-    assert headline_of(*steps_of(plants.quantised))[0].startswith("No candidate")
+    headline, reasons = headline_of(*steps_of(plants.quantised))
+    assert headline.startswith("No candidate")
+    assert [words[:23] for words in reasons[1:]] == ["With up-to-date weights", "At a k3 of 0.03 publish"]
+    _, reasons = headline_of(*steps_of(lambda made: made._replace(behavior=made.behavior + made.noise(0.4))))
+    assert reasons[-1].startswith("Weights of whole sequences are not usable")

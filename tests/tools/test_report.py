@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The summary of a mismatch whose truth is known, and what-if numbers that are those of the correction."""
 
+import dataclasses
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -74,6 +75,8 @@ def test_a_trainer_that_finds_every_token_impossible_has_a_report(gap) -> None:
 def test_a_part_of_no_response_has_no_token() -> None:
     part = Part.of_lists(proximal=[], behavior=[])
     assert len(part.evidence) == 0
+    nothing = dataclasses.asdict(summarize([part]).overall)
+    assert all(math.isnan(value) for value in nothing.values() if isinstance(value, float))
     summary = summarize([part, gaussian(count=20)])
     assert summary.overall.num_tokens == 20 * LENGTH
 
@@ -89,10 +92,12 @@ def test_versions_and_offenders_are_found_where_they_are() -> None:
     ]
     summary = summarize([Part.of_lists(proximal=proximal, behavior=behavior, origins=origins)])
     worst = summary.worst_tokens[0]
+    sizes = [abs(token.log_ratio) for token in summary.worst_tokens]
+    assert (len(sizes), sizes) == (16, sorted(sizes, reverse=True))
     assert (worst.sample, worst.sample_index, worst.position, worst.token_id) == ("second", 9, 5, 105)
     assert worst.ids_before == (100, 101, 102, 103, 104)
     assert worst.log_ratio == pytest.approx(3.0, abs=0.01)
-    assert summary.worst_samples[0].sample == "second"
+    assert [each.sample for each in summary.worst_samples] == ["second", "first"]
     assert [(group.name, group.num_tokens) for group in summary.by_version] == [("0 behind", 8), ("2 behind", 8)]
     assert summary.by_position[2].low == 3
     assert summary.by_position[2].k3_share > 0.99

@@ -76,8 +76,9 @@ def updated_midway(request):
 @pytest.mark.parametrize("sample_class", [Sample, SlimeSample])
 def test_a_response_of_two_weight_versions_names_both(tokenizer_folder, sample_class):
     sample = sample_class(prompt="The weather")
-    run([updated_midway], tokenizer_folder, sample)
-    assert sample.weight_versions == ["7", "8"]
+    run([lambda r: aborted(r, "It is ")], tokenizer_folder, sample, partial_rollout=True)
+    run([updated_midway], tokenizer_folder, sample, partial_rollout=True)
+    assert sample.weight_versions == ["7", "7", "8"]
 
 
 def test_versions_of_a_response_that_its_host_cleared_are_gone(tokenizer_folder):
