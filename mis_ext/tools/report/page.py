@@ -37,8 +37,8 @@ _SECTIONS = {
 
 
 MEANING = {
-    "k3": "KL(behavior, proximal) per token. Too high if it grows, or is far above the usual value of your model. "
-    "With up-to-date weights of SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1).",
+    "k3": "KL(behavior, proximal) per token. Too high if it grows, or is far above its value in healthy runs of your "
+    "model. With up-to-date weights of SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1).",
     "reverse_k3": "KL(proximal, behavior) per token. Far from k3: a heavy tail on one side.",
     "k1": "-mean d: a noisy KL of any sign. Far above k3: the trainer scores tokens that cannot have been sampled.",
     "abs_mean": "Mean |d| in nats. Above 0.3 the cause is a bug or stale weights, not kernels.",
