@@ -169,7 +169,7 @@ def prompt_factors(
     else:
         scale_N = divisor_N * terms_N
     # 0 for a prompt without a kept token. With the current policy, the loss may keep tokens that the rollout rejected.
-    share_P = torch.where(kept_P > 0, 1.0 / torch.where(kept_P > 0, prompts_P * kept_P, 1.0), 0.0)
+    share_P = torch.where(kept_P > 0, 1.0 / (prompts_P * kept_P), 0.0)
     return scale_N * share_P[place_N]
 
 
