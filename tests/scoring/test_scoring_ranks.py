@@ -55,6 +55,10 @@ def test_a_rank_of_padding_alone_adds_nothing() -> None:
     for vocab_size in (3, 4, 7):
         token_T = torch.tensor([0, 2, 1, vocab_size - 1, 0])
         assert_as_one(Case(logits, token_T, {"vocab_size": vocab_size}, grads, grads.flip(0)), 3)
+        kept_TV = (torch.arange(vocab_size) == token_T[:, None]).index_fill(1, torch.tensor([0]), True)
+        token_N, id_N = kept_TV.nonzero().unbind(-1)
+        keys = {"vocab_size": vocab_size, "kept": KeptColumns(id_N, token_N, torch.ones(5, dtype=torch.bool))}
+        assert_as_one(Case(logits, token_T, keys, grads, grads.flip(0), kept_TV), 3)
 
 
 def test_a_rank_whose_logits_are_all_minus_infinity_adds_nothing() -> None:

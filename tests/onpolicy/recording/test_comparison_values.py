@@ -2,6 +2,7 @@
 """The comparator: values, dtypes and rows; nothing that was not compared counts as equal."""
 
 import math
+from itertools import permutations
 
 import pytest
 import torch
@@ -165,6 +166,8 @@ def test_complex_numbers_are_compared_in_both_parts() -> None:
     found = compare(made(x=(a, THREE)), made(x=(b, THREE))).modules[0]
     assert (found.num_differing, found.max_abs, found.num_nan) == (2, 4.0, 1)
     assert found.max_ulp == 2**24 + 2**21
+    for x, y in permutations([a[:1].expand(3, 1), torch.ones(3, 1)]):
+        assert compare(made(x=(x, THREE)), made(x=(y, THREE)), allow=("x",)).modules[0].max_abs == 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

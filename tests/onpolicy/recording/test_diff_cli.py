@@ -157,6 +157,7 @@ def dumped(folder: Path) -> Path:
 def test_dumps_are_read_by_module_and_token(tmp_path, nested: bool) -> None:
     dumped(tmp_path / "experiment")
     Dumps(tmp_path / "experiment", rank=1).hidden("model.other.output", torch.ones(3))
+    (tmp_path / "experiment" / "plots").mkdir()
     recording = read_sglang_dumps(tmp_path if nested else tmp_path / "experiment", requests=["a", "b"])
     dense = recording.outputs["model.layers.0.output.dense"][""]
     tokens = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]

@@ -103,7 +103,7 @@ def test_tensors_of_one_forward_share_what_says_their_tokens() -> None:
         ({"sequence": [0, -1], "position": [3, 3]}, ValueError, "sequence must be at least 0"),
         ({"sequence": [0, 0], "position": [1, 2, 3]}, ValueError, "must broadcast"),
         ({"sequence": [0, 0], "position": [1.0, 2.0]}, TypeError, "position must hold integers"),
-        ({"sequence": [0, 0], "position": [1, 2], "kept": [2]}, ValueError, r"kept must be in \[0, 1\]"),
+        ({"sequence": [0, 0], "position": [1, 2], "kept": [0, 2]}, ValueError, r"kept must be in \[0, 1\]"),
     ],
 )
 def test_rows_that_cannot_be_are_an_error(arguments: dict, error: type, message: str) -> None:
