@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
-from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,7 +75,8 @@ def show_table(
     justify: Any = "right" if numbers_right else "left"
     columns = (Column(title, overflow="fold", justify=justify) for title in others)
     table = Table(Column(first, overflow="fold"), *columns, title=name or None, **options)
-    for row, style in zip(rows, repeat("") if styles is None else styles, strict=False):
+    rows = [*rows]
+    for row, style in zip(rows, [""] * len(rows) if styles is None else styles, strict=True):
         table.add_row(*map(_text, row), style=style)
     _print(table)
 
