@@ -450,10 +450,16 @@ def test_the_pages_have_launches_and_all_their_flags_are_found(tmp_path) -> None
     assert {"--use-tis", "--loss-type", "--custom-megatron-init-path"} <= {
         word for launch in launches for word in launch.words
     }
+    configurations = [word for launch in launches for word in launch.words if word.endswith(".yaml")]
+    assert configurations
+    for word in configurations:
+        assert Path(documented.located(word, root=ROOT, own=ROOT / "yaml" / "mis.yaml")).is_file(), word
     named = documented.named_flags(ROOT)
     assert named.keys() >= {"--use-tis", "--use-rollout-logprobs", "--eps-clip"}
     # Of the script that asks.
     assert not named.keys() & {"--all", "--record"}
+    pages = " ".join(page.read_text() for pattern in documented.PAGES for page in ROOT.glob(pattern))
+    assert not [flag for flag in documented.ELSEWHERE if flag not in pages]
     assert len(documented.made_launches(ROOT)) == len(list((ROOT / "yaml").glob("*.yaml")))
 
     (tmp_path / "README.md").write_text("Give\n\n```\n--use-tis  # a\n--loss-type my.yaml\n```\n\nand `--use-tsi`.\n")

@@ -18,36 +18,27 @@ _LAUNCH = re.compile(r"^```\n((?:--.*\n)+)```$", re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 _ADDED = re.compile(r"""add_argument\(\s*((?:["']-[^"']+["'],?\s*)+)""")
 
-# Named on the pages, and of another program.
+# Named on the pages, but defined by another program.
 ELSEWHERE = {
     "--algo": "OpenRLHF",
     "--cfg": "Hydra",
     "--custom-": "how several of the hosts' begin",
     "--custom-tis-function-pth": "misspelt, to say what happens then",
-    "--enable-fp32-lm-head": "SGLang",
     "--enable-return-routed-experts": "SGLang",
     "--enable-scale-out": "vLLM",
-    "--engine-settings": "examples/train_grpo.py",
     "--external": "ms-swift, up to its underscore",
     "--generation-config": "vLLM",
-    "--hypothesis-seed": "pytest",
-    "--incremental-streaming-output": "SGLang",
     "--logprobs-mode": "vLLM",
-    "--most": "the mistake that a test of mis-ext report --worst notices",
     "--no-deps": "pip",
     "--observe-training-entropy": "Miles",
-    "--overwrite": "examples/train_grpo.py",
     "--request-b": "mis-ext diff, which makes the name in a loop",
     "--pause-generation-mode": "Miles",
     "--qkv-format": "Miles",
-    "--resume": "examples/train_grpo.py",
     "--return-sampling-mask": "vLLM",
     "--rollout": "ms-swift, up to its underscore",
     "--skip-actor-forward-only": "Miles",
-    "--tool-strict-level": "vLLM",
     "--true-on-policy-mode": "Miles",
     "--use-prometheus": "Miles",
-    "--use-rollout-indexer-replay": "Miles",
 }
 
 
@@ -81,7 +72,8 @@ def located(word: str, *, root: Path, own: Path) -> str:
     """Return a word of a page for a parser that opens the file it names; ``own`` stands for the user's ``my.yaml``."""
     if word == "my.yaml":
         return str(own)
-    return str(root / word) if word.startswith("yaml/") else word
+    path = word.removeprefix("$HOME/mis_ext/")
+    return str(root / path) if path.startswith("yaml/") else word
 
 
 def named_flags(root: Path) -> dict[str, str]:
