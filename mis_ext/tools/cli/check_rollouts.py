@@ -31,10 +31,10 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "check-rollouts",
         help="check that logged conversations contain the sampled token ids",
         description=(
-            "Read logged calls of inference servers. Report, class by class, rejected calls, how each turn "
-            "continues the earlier turns, and how texts were changed. Exit code: 0 every response was read, every "
+            "Read logged calls of inference servers. Report rejected calls, turn boundaries, and changed "
+            "texts, each by kind. Exit code: 0 every response was read, every "
             "prompt has the ids that were sampled before it (or is a retry, a fork or a duplicate), and no text was "
-            "changed; 1 one of these is not true, or nothing was measured; 2 wrong usage, or a file cannot be opened."
+            "changed; 1 a condition is not met, or nothing was measured; 2 wrong usage, or a file cannot be opened."
         ),
         epilog=_FORMAT,
     )
@@ -50,7 +50,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--policy", choices=get_args(Policy), help="also report the tokens that this policy would train"
     )
     parser.add_argument(
-        "--samples", type=Path, metavar="PATH", help="write the samples under the policy here, as JSON lines"
+        "--samples", type=Path, metavar="PATH", help="write the samples of --policy to PATH, as JSON lines"
     )
     parser.set_defaults(run=run, shown_with=("rich",))
 

@@ -34,9 +34,9 @@ def add_explain(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="explain a configuration and predict its effect; needs no data",
         description=(
             "Print the formulas and the drawbacks of a YAML file, a preset, or a published method. Predict "
-            "its effect at the mismatch --k3 by a Gaussian approximation. If a preset and a method "
-            "have the same name, it is the preset. mis-ext methods NAME --yaml prints the file of the method. Exit "
-            "code: 0 done, 2 no such configuration."
+            "its effect at the mismatch --k3 with a Gaussian approximation. If a preset and a method "
+            "have the same name, the preset is used. mis-ext methods NAME --yaml prints a file that runs the method. "
+            "Exit code: 0 success, 2 no such configuration."
         ),
     )
     parser.add_argument(
@@ -153,7 +153,7 @@ def add_listings(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "schema",
         help="print a JSON Schema of the YAML keys, for editors",
         description="Print the JSON Schema of the keys: mis-ext schema > mis.schema.json. An editor with the YAML "
-        "language server reads it from a line in the YAML file, as in the presets: "
+        "language server uses it if the YAML file has this line, as the presets do: "
         "# yaml-language-server: $schema=mis.schema.json",
     )
     methods = subparsers.add_parser(
@@ -162,7 +162,7 @@ def add_listings(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         description="List the methods. With NAME, describe that method.",
     )
     for listing, what in ((presets, "preset"), (keys, "key"), (methods, "method")):
-        listing.add_argument("name", nargs="?", metavar="NAME", help=f"a {what} of the list")
+        listing.add_argument("name", nargs="?", metavar="NAME", help=f"the name of a {what}")
     methods.add_argument(
         "--yaml",
         action="store_true",
@@ -176,7 +176,7 @@ def add_listings(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "Options without an equivalent raise an error.",
     )
     convert.add_argument("framework", choices=("verl",), help="the framework of the options")
-    convert.add_argument("file", metavar="FILE", help="its configuration, as YAML")
+    convert.add_argument("file", metavar="FILE", help="the configuration, as YAML")
     runs = {presets: run_presets, keys: run_keys, schema: run_schema, methods: run_methods, convert: run_convert}
     for parser, run in runs.items():
         parser.set_defaults(run=run, shown_with=())

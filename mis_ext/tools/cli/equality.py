@@ -28,10 +28,10 @@ def add_audit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "audit",
         help="check that trainer and engine log-probs are equal bit for bit",
         description=(
-            "Compare the log-probs of trainer and engine bit for bit. Files of all ranks: .pt of --dump-details or "
-            "--save-debug-train-data; or .jsonl, one sample per line, with log_probs, rollout_log_probs, "
-            "loss_mask, ... Equal log-probs alone prove nothing: one side may be a copy of the other. They are "
-            "UNPROVED without --engine-records. Exit code: 0 exact; 1 different, unproved or invalid; 2 a file cannot "
+            "Compare the log-probs of trainer and engine bit for bit. Pass the files of all ranks: .pt files of "
+            "--dump-details or --save-debug-train-data, or .jsonl files with one sample per line (log_probs, "
+            "rollout_log_probs, loss_mask, ...). Equal log-probs are UNPROVED without --engine-records, because one "
+            "side may be a copy of the other. Exit code: 0 exact; 1 different, unproved, or invalid; 2 a file cannot "
             "be read."
         ),
     )
@@ -101,7 +101,10 @@ def add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     for side, what in {"": "SGLang request", "-a": "SGLang request of A", "-b": "SGLang request of B"}.items():
         parser.add_argument(
-            f"--request{side}", metavar="ID", action="append", help=f"{what} of sequence 0, 1, ...; repeatable"
+            f"--request{side}",
+            metavar="ID",
+            action="append",
+            help=f"id of the {what} of sequence 0, 1, ...; repeatable",
         )
     parser.set_defaults(run=run_diff, shown_with=("rich",))
 

@@ -33,9 +33,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="report where trainer and engine differ, the likely cause, and the effect of configurations",
         description=(
             "Report where trainer and engine differ and the likely cause, and rank configurations on your data. "
-            "Read dumps of --dump-details or --save-debug-train-data (files of all ranks), or .jsonl with "
-            "log_probs, rollout_log_probs, ... Writes report.html and summary.json. "
-            "Exit code: 0 done, 2 a file cannot be read."
+            "Pass dumps of --dump-details or --save-debug-train-data (the files of all ranks), or .jsonl files with "
+            "log_probs, rollout_log_probs, ... The command writes report.html and summary.json. "
+            "Exit code: 0 success, 2 a file cannot be read."
         ),
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a folder with such files")
@@ -44,7 +44,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         nargs="+",
         type=Path,
         metavar="PATH",
-        help="another run for comparison: A is PATH, B is this run; the advice is for A",
+        help="another run, B, to compare with the run A in PATH; the advice is for A",
     )
     parser.add_argument(
         "--config",
@@ -72,7 +72,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         type=Path,
         metavar="DIR",
         help=f"output directory; default {_OUT}. An existing report is replaced. With --json, nothing is written "
-        "unless this is given",
+        "without this option",
     )
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="the tokenizer, to show the text of the worst tokens"
