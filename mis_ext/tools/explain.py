@@ -256,8 +256,8 @@ def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | No
     if removed > config.max_reject_fraction:
         yield Trap(
             "rejects_much",
-            f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: in our runs, "
-            "a geometric filter that rejected 38 % or more lowered the reward",
+            f"it removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: in our "
+            "runs, a geometric filter that rejected 38 % or more lowered the reward",
         )
     for name, gate in described_gates(config).items():
         if not gate.is_of_tokens:
@@ -273,8 +273,8 @@ def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | No
     if bands and found.k3 > HARMLESS_K3 and not found.is_stale:
         yield Trap(
             "costly_gates",
-            f"{COST_OF_GATES} and raised it nowhere: above k3 {HARMLESS_K3:g} use mis, unless the filter is for a few "
-            "invalid responses",
+            f"{COST_OF_GATES} and increased it in no run: above k3 {HARMLESS_K3:g} use mis, unless the filter is for a "
+            "few invalid responses",
         )
     # The number of sequences per call may be unknown. Then a micro-batch may have one; all ranks together rarely do.
     is_single = found.num_sequences == 1 or (found.num_sequences is None and config.scope == "micro_batch")
@@ -287,7 +287,7 @@ def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | No
     if found.learning_rate < MIN_LEARNING_RATE:
         yield Trap(
             "low_learning_rate",
-            f"multiplies the gradient by {found.learning_rate:.2g} on average, and with SGD the step; with Adam, or "
+            f"it multiplies the gradient by {found.learning_rate:.2g} on average, and with SGD the step; with Adam, or "
             "if the norm is clipped, a constant factor cancels",
         )
 
@@ -306,8 +306,8 @@ def _length_bias(name: str, gate: Gate, found: Circumstances) -> Iterator[Trap]:
         side = "long" if short > long else "short"
         yield Trap(
             "length_bias",
-            f"{name}: by the Gaussian approximation it accepts {short:.0%} of responses at a length of {shorter:.0f} "
-            f"and {long:.0%} at {longer:.0f} tokens: {side} ones are rejected for their length",
+            f"{name}: in the Gaussian approximation, it accepts {short:.0%} of responses at a length of "
+            f"{shorter:.0f} and {long:.0%} at {longer:.0f} tokens: it rejects {side} ones because of their length",
         )
 
 
@@ -315,9 +315,9 @@ def _length_bias(name: str, gate: Gate, found: Circumstances) -> Iterator[Trap]:
 
 
 SYMBOLS = (
-    "At token t, d_t = log pi_t - log mu_t and rho_t = pi_t / mu_t. mu is the policy that sampled, pi the trainer's "
-    "own scoring, frozen for the step. T counts the tokens of a response with a finite ratio. ESS is the effective "
-    "sample size, as a share."
+    "At token t, d_t = log pi_t - log mu_t and rho_t = pi_t / mu_t. mu is the policy that sampled the token, "
+    "and pi the trainer's policy before the update. T counts the tokens of a response with a finite ratio. ESS is the "
+    "effective sample size, as a share."
 )
 
 

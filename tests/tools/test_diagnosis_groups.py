@@ -65,7 +65,7 @@ def test_one_group_is_no_two(sizes) -> None:
 def test_rows_whose_first_response_is_right_are_packed(row) -> None:
     fault, *_ = diagnosed(with_noise(torch.arange(80) % row > 0))
     assert (fault.cause, fault.is_fault, fault.takes_out) == ("packed_responses", True, True)
-    assert f"one in every {row} is near" in fault.evidence
+    assert f"one in every {row} agrees" in fault.evidence
 
 
 def test_rows_of_another_order_are_not_called_packed() -> None:
@@ -83,7 +83,7 @@ def test_groups_that_a_file_or_the_canary_tells_apart_are_of_weights() -> None:
     files = [Origin(source=f"{'ab'[int(each)]}.pt") for each in far]
     (found, *_) = diagnosed(with_noise(far, origins=files))
     assert found.cause == "stale_weights"
-    assert "their file tells them apart, as where one rank or engine differs" in found.evidence
+    assert "their file separates them, as if one rank or engine differs" in found.evidence
     mixed = [Origin(source=f"{'ab'[number % 2]}.pt") for number in range(80)]
     assert causes(with_noise(some(0.5), origins=mixed))[0] == "other_text"
 
@@ -96,7 +96,7 @@ def test_the_dump_of_one_rank_with_other_weights_is_told_by_its_file(tmp_path, i
         file.write_text("\n".join(lines[20 * rank : 20 * rank + 20]))
     dumps = Dumps(files)
     found = audit_dumps(dumps).diagnoses if is_audit else diagnosed(*Parts(dumps))
-    assert any("their file tells them apart" in each.evidence for each in found)
+    assert any("their file separates them" in each.evidence for each in found)
 
 
 @pytest.mark.parametrize("is_audit", [False, True])
@@ -247,11 +247,11 @@ def test_growth_beyond_chance_is_never_nothing() -> None:
         parts.append(Part.of_lists(proximal=proximal, behavior=behavior, step=str(step)))
     (found,) = diagnosed(*parts)
     assert found.confidence == "possible"
-    assert "more than chance" in found.evidence
+    assert "more than by chance" in found.evidence
     assert found.advice.startswith("Look at the steps first")
     (same_all,) = diagnosed(*parts[:2])
     assert (same_all.confidence, math.isnan(same_all.k3_share)) == ("likely", False)
-    assert "more than chance" not in same_all.evidence
+    assert "more than by chance" not in same_all.evidence
 
 
 # --- the headline follows the causes

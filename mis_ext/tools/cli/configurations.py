@@ -198,7 +198,9 @@ def run_presets(arguments: argparse.Namespace) -> Result:
             print(each["name"])
             print(hanging("  What: ", each["what"]))
             print(hanging("  When: ", each["when"]))
-        print(f"\n{hanging('', 'mis-ext presets NAME > mis.yaml writes a file, mis-ext explain NAME its effect.')}")
+        print(
+            f"\n{hanging('', 'mis-ext presets NAME > mis.yaml writes a file, mis-ext explain NAME prints its effect.')}"
+        )
 
     return Result({"presets": presets}, show_presets)
 

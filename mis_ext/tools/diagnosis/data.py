@@ -197,8 +197,8 @@ def _in_words(tokens: Evidence, sentinel_T: Tensor, zero_T: Tensor, constant_T: 
                 )
     if bool(constant_T.any()):
         yield (
-            f"{int(constant_T.sum())} of {count} log-probs on trainable tokens are in responses where all are the same "
-            "number, or all that are lowest, as of a clamp, while those of the other side are not"
+            f"{int(constant_T.sum())} of {count} log-probs on trainable tokens are in responses where all values, "
+            "or all of the lowest, are equal, as after a clamp, but not on the other side"
         )
 
 
@@ -285,8 +285,8 @@ def _of_another_base(left: Left) -> Found | None:
     return not_log_probs.found(
         title="logarithms to base 2 or 10 on one side",
         confidence="certain" if is_sure else "possible",
-        evidence=f"the {side}'s log-probs are logarithms to the base {base:g}: as natural ones they differ by "
-        f"{apart[side, base] / len(tokens):.3g} nats on average, and not by {float(tokens.d_T.abs().mean()):.3g}"
+        evidence=f"the {side}'s log-probs are logarithms to the base {base:g}: as natural logarithms they differ "
+        f"by {apart[side, base] / len(tokens):.3g} nats on average, instead of by {float(tokens.d_T.abs().mean()):.3g}"
         + (", and the mean ratio is 1 then" if has_sampled else ""),
         k3_share=1.0,
         alternatives=() if is_sure else ("a temperature together with another cause, such as top-p",),

@@ -113,24 +113,24 @@ def _attributes(tokens: Evidence, known_S: Tensor, far_N: Tensor) -> Iterator[tu
         numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
         return torch.tensor([numbers[value] for value in values], dtype=torch.int64)[known_S]
 
-    yield "step", "their step tells them apart", tokens.step_S[known_S]
+    yield "step", "their step separates them", tokens.step_S[known_S]
     versions = numbered([*map(str, tokens["versions_behind"].tolist())])
-    yield "version", "their weight version tells them apart", versions
-    yield "canary", "the canary tells them apart", numbered([*map(str, tokens["has_old_weights"].tolist())])
-    yield "source", "their file tells them apart, as where one rank or engine differs", numbered([*tokens.sources])
+    yield "version", "their weight version separates them", versions
+    yield "canary", "the canary separates them", numbered([*map(str, tokens["has_old_weights"].tolist())])
+    yield "source", "their file separates them, as if one rank or engine differs", numbered([*tokens.sources])
     rows = list[tuple[int, Tensor]]()
     for period in range(2, limit.MAX_PERIOD + 1):
         place_N = tokens.ordinal_S[known_S] % period
         shares = [float(far_N[place_N == place].double().mean()) for place in range(period)]
         rows.append((period, (place_N != shares.index(min(shares))).long()))
     period, label_N = max(rows, key=lambda row: _accuracy(row[1], far_N))
-    yield "row", f"one in every {period} is near, as the first response of each packed row of {period} is", label_N
+    yield "row", f"one in every {period} agrees, like the first response of each packed row of {period}", label_N
     length_N = tokens.num_S[known_S]
     for share in (0.25, 0.5, 0.75):
         is_long_N = (length_N > length_N.quantile(share)).long()
-        yield "length", f"their length tells them apart, at {float(length_N.quantile(share)):.0f} tokens", is_long_N
+        yield "length", f"their length separates them, at {float(length_N.quantile(share)):.0f} tokens", is_long_N
     several_S = tokens.per_sample(tokens.turn_T > 0) > 0
-    yield "turns", "whether they have several turns tells them apart", several_S[known_S].long()
+    yield "turns", "one or several turns separate them", several_S[known_S].long()
 
 
 @cause(

@@ -245,8 +245,8 @@ def _unfit_words(left: Left) -> tuple[str, ...]:
     if any(each.excess <= limit.SAMPLED_ERRORS * each.excess_error for each in (engine, trainer)):
         return ()
     return (
-        f"none of these: it fits badly. The mean ratio is {1.0 + engine.excess:.3g}, that of the reverse "
-        f"{1.0 + trainer.excess:.3g}, and no two policies give more than 1 to what one of them has sampled",
+        f"none of these: they fit badly. The mean ratio is {1.0 + engine.excess:.3g}, and that of the reverse "
+        f"{1.0 + trainer.excess:.3g}. With two policies, it is not above 1 for tokens that one of them sampled",
     )
 
 
@@ -282,7 +282,7 @@ def experts(left: Left) -> Found | None:
             f"{share:.2%} of the uncertain tokens are more than {limit.TAIL_FACTOR:g} times as far apart as is typical "
             f"({typical:.2g} (1 - p) nats), and carry {k3_share:.0%} of k3"
         )
-    precision = "low precision, which lets more experts differ, or has such tails alone"
+    precision = "low precision, which changes more experts, or has such a tail without experts"
     return experts.found(
         title="a few tokens only" if share < limit.FEW_SHARE else experts.title,
         confidence="likely" if share < limit.FEW_SHARE else "possible",

@@ -79,14 +79,14 @@ def temperature(left: Left) -> Found | None:
     is_fit = abs(power.fit) <= limit.FITS
     low, high = (1.0 + max(each, limit.SMALLEST_TEMPERATURE - 1.0) for each in (min(room), max(room)))
     sampled, other = (
-        ("the tokens were sampled as the trainer scores them, at a temperature", "the one that the engine's are of")
+        ("the tokens were sampled from the trainer's distribution at a temperature", "that of the engine's log-probs")
         if is_of_trainer
-        else ("the differences are those of a sampling temperature", "the trainer's")
+        else ("the differences are those of a sampling temperature", "that of the trainer's log-probs")
     )
     return temperature.found(
         confidence="likely" if is_fit and is_alone and not (is_cut and slope > 0.0) else "possible",
-        evidence=f"{sampled} near {1.0 + near:.3g} times {other} ({low:.3g} to {high:.3g}, by what else "
-        "differs)" + ("" if is_fit else f", but fit it badly: {power.fit:+.2f} between -1 and 1, where it has 0"),
+        evidence=f"{sampled} near {1.0 + near:.3g} times {other} ({low:.3g} to {high:.3g}, depending on "
+        "other differences)" + ("" if is_fit else f". The fit is bad: {power.fit:+.2f} in [-1, 1], where 0 is exact"),
         k3_share=share,
         is_up_to=may_have_more,
         alternatives=(
@@ -110,8 +110,8 @@ def stale_words(tokens: Evidence) -> tuple[str, ...]:
         return ()
     count, share, _ = tokens.raised
     return (
-        f"{OLD_WEIGHTS}, or a penalty: the trainer finds {share:.0%} of {count:.0f} open tokens more "
-        "probable than the engine, as after learning; rounding raises about half",
+        f"{OLD_WEIGHTS}, or a penalty: the trainer finds {share:.0%} of {count:.0f} uncertain tokens "
+        "more probable than the engine does, as after an update; after rounding it is about half",
     )
 
 
@@ -173,7 +173,7 @@ def truncation(left: Left) -> Found | None:
         f"below 1, and {num_below / max(num_large, 1):.0%} of the larger differences are below 0: the trainer gives "
         "probability to tokens that the engine cannot sample"
         + (f"; no token loses more than {largest:.2g} nats" if is_padding else "")
-        + ("" if is_padding else f"; on average it keeps a mass of {1.0 + excess:.3g}"),
+        + ("" if is_padding else f"; on average the engine keeps a mass of {1.0 + excess:.3g}"),
         k3_share=_share_of_cut(tokens, excess),
         is_up_to=is_colder,
         alternatives=(

@@ -15,15 +15,15 @@ from mis_ext.tools.diagnosis.places import more_words
 from mis_ext.tools.diagnosis.sampling import OLD_WEIGHTS, PENALTIES, stale_words
 from mis_ext.tools.diagnosis.steps import NOT_SENT, OTHER_PRECISION, change_words, stale_by_size
 
-SMALL_PRECISION = "low precision that hardly shows: an fp8 cache in e4m3 gave 1e-3 in a small model"
-OTHER_KERNELS = "kernels in bfloat16 of a model that rounding moves more than the largest of the lab, 2.2e-3"
+SMALL_PRECISION = "low precision with little effect: an e4m3 cache gave 1e-3 in a small model"
+OTHER_KERNELS = "bfloat16 kernels of a model with more rounding than any that we measured, 2.2e-3"
 BF16 = (
     "bfloat16 on both sides gave 1e-5 to 1e-4 in small models, 1.7e-3 to 2.2e-3 in SmolLM2-135M, "
-    "2e-4 in Qwen2.5-Coder-1.5B; yours may differ"
+    "2e-4 in Qwen2.5-Coder-1.5B; your model may differ"
 )
 QUANTISED = (
-    "caches, weights and products of 8 bits gave 1e-3 to 8e-3 in small models, 1.4e-2 to 7e-2 in SmolLM2-135M, a cache "
-    "in e4m3 0.3 to 0.4 in Qwen2.5-Coder-1.5B"
+    "8-bit caches, weights, and matmuls gave 1e-3 to 8e-3 in small models, 1.4e-2 to 7e-2 in SmolLM2-135M, and an e4m3 "
+    "cache 0.3 to 0.4 in Qwen2.5-Coder-1.5B"
 )
 _STEP_ADVICE = (
     "Look at the steps first: kernels and precision do not change over steps. Compare weights tensor by tensor after "
@@ -79,8 +79,8 @@ SIZES = (
         "kernels in bfloat16 of a pretrained model (usual, no fault), or lower precision on one side",
         f"within what both give: {BF16}; {QUANTISED}",
         "Nothing is wrong if the model is pretrained and both sides compute in bfloat16. With float16 on "
-        "both k3 was a 65th, and training learned in about half the steps; with only the engine's head in float32 "
-        "it was three quarters. In small models an fp8 cache or fp8 weights have this "
+        "both sides, k3 was 65 times smaller, and training needed about half the steps. With only the engine's head "
+        "in float32, k3 was three quarters as large. In small models an fp8 cache or fp8 weights have this "
         "size. Token TIS (preset mis) rejects nothing, and made no difference there.",
     ),
     Size(
@@ -88,9 +88,9 @@ SIZES = (
         "low_precision",
         "lower precision on one side (fp8 or int8 weights or cache)",
         f"above kernels: {BF16}; {QUANTISED}",
-        "Token TIS (preset mis) is a precaution with a price: at a k3 of 0.06 our runs learned without a "
-        "correction, and needed 8 steps more than 107 to a reward of 0.9 with it. A k3 "
-        "far above that of the same engine in bfloat16 is for repair: scales of an 8-bit cache, another dtype.",
+        "Token TIS (preset mis) is a precaution with a cost: at a k3 of 0.06 our runs learned without a "
+        "correction, and needed 8 steps more than 107 to reach a reward of 0.9 with it. If k3 is far above that of the "
+        "same engine in bfloat16, repair the cause, such as the scales of an 8-bit cache or another dtype.",
     ),
     Size(
         math.inf,
@@ -167,7 +167,7 @@ def _broken(tokens: Evidence) -> Found | None:
         return None
     check = {
         "trainer": "its weights were loaded, with the scales of 8-bit weights, and that it scores the sampled ids "
-        "behind the same prompt",
+        "after the same prompt",
         "engine": "its last update has loaded all weights, with the scales of 8-bit weights, and that it returns the "
         "log-probs of the sampled tokens",
     }

@@ -21,12 +21,12 @@ from mis_ext.tools.diagnosis.groups import MIXED_UP, OTHER_CONTEXT, PACKED, grou
 from mis_ext.tools.diagnosis.places import more_words
 from mis_ext.tools.diagnosis.sampling import PENALTIES
 
-OTHER_TOKENS = "log-probs of other tokens: shifted by several, or of other samples"
+OTHER_TOKENS = "log-probs of other tokens: shifted by several positions, or of other samples"
 OTHER_PRECISION = "low precision of another model: a cache in e4m3 gave 0.3 to 0.4 in Qwen2.5-Coder-1.5B"
 NOT_SENT = (
     "a tensor that the sync omits",
-    "an adapter that one side scales twice or merges otherwise",
-    "a mismatch that training itself lets grow",
+    "an adapter that one side scales twice or merges differently",
+    "a mismatch that grows during training without a fault",
     "a setting that was changed, such as the temperature or top-p",
 )
 COMPARE = (
@@ -209,7 +209,7 @@ def change_words(tokens: Evidence) -> str:
     if not higher:
         return ""
     high = max(higher, key=lambda each: each.k3)
-    return f"k3 is {steps[0].k3:.2g} in step {steps[0].name} and {high.k3:.2g} in step {high.name}, more than chance"
+    return f"k3 is {steps[0].k3:.2g} in step {steps[0].name} and {high.k3:.2g} in step {high.name}, more than by chance"
 
 
 # --- the cause
@@ -254,8 +254,8 @@ def _by_canary(tokens: Evidence, old_S: Tensor) -> Found | None:
     share = max(old.k3 - others.k3, 0.0) * len(old) / float(tokens.k3_T.sum()) if len(others) else 1.0
     return stale.found(
         confidence="likely" if len(others) else "possible",
-        evidence=f"{int(old_S.sum())} of {len(old_S)} samples are of an engine that scored a fixed text as with "
-        f"earlier weights (the canary){_agree(tokens)}; their k3 is {old.k3:.2g}"
+        evidence=f"{int(old_S.sum())} of {len(old_S)} samples are from an engine that scored a fixed text as "
+        f"earlier weights do (the canary){_agree(tokens)}; their k3 is {old.k3:.2g}"
         + (f", and {others.k3:.2g} in the others" if len(others) else ""),
         k3_share=share,
         is_up_to=not len(others),
@@ -290,7 +290,7 @@ def _by_version(tokens: Evidence) -> Found | None:
     precision = "lower precision on one side" if nearest.k3 < limit.QUANTISED_K3 else OTHER_PRECISION
     return stale.found(
         confidence="possible",
-        evidence=f"{evidence}; no fresh token tells which it is",
+        evidence=f"{evidence}; no fresh token shows which one it is",
         k3_share=1.0,
         is_up_to=True,
         alternatives=("other kernels",) if is_few else (*usual, precision),

@@ -188,7 +188,7 @@ def _notes(config: CorrectionConfig, method: Method | None, outcome: Outcome) ->
     if config.all_gates and outcome.kept_tokens == 1.0:
         yield "its gates remove no token of this data"
     elif method is None and config.weight is None and outcome.kept_tokens == 1.0:
-        yield "does nothing here"
+        yield "it has no effect on this data"
     positive, negative = outcome.removed_positive, outcome.removed_negative
     if max(positive, negative) > 0.01 and max(positive, negative) > 2.0 * min(positive, negative):
         yield (
@@ -207,7 +207,9 @@ def _in_words(
     is_needed: bool,
 ) -> tuple[str, tuple[str, ...]]:
     overall = summary.overall
-    size = f"k3 is {overall.k3:.2g} per token, the effective sample size of token ratios {overall.ess_token:.2%}."
+    size = (
+        f"k3 is {overall.k3:.2g} per token, and the effective sample size of token ratios is {overall.ess_token:.2%}."
+    )
     if faults:
         return (
             f"Repair this first: {faults[0].title}.",
@@ -241,19 +243,18 @@ def _in_words(
     if is_stale:
         reasons.append(
             "In a pretrained model token TIS gained 0.13 of reward at a staleness of 8 steps, 0.06 at 4 steps, and "
-            "made no difference at one step. In a tiny one it gained 0.14 at one step, and 0.34 at more. Filters on "
+            "made no difference at one step. In a tiny model it gained 0.14 at one step, and 0.34 at more. Filters on "
             "sequences with bounds of 1 % lowered the reward there."
         )
     else:
         reasons.append(
-            "With up-to-date weights token TIS ended as no correction did. "
-            f"{COST_OF_GATES[0].upper()}{COST_OF_GATES[1:]}."
+            f"With up-to-date weights, token TIS made no difference. {COST_OF_GATES[0].upper()}{COST_OF_GATES[1:]}."
         )
         if overall.k3 >= PRETRAINED_K3:
             reasons.append("At a k3 of 0.03 published runs of a 4B model collapsed without a correction.")
     if overall.ess_sequence < FEW_SEQUENCES_ESS:
         reasons.append(
-            f"Weights of whole sequences are not usable: their effective sample size is {overall.ess_sequence:.2g} "
+            f"Sequence-level weights are not usable: their effective sample size is {overall.ess_sequence:.2g} "
             f"at {overall.mean_length:.0f} tokens."
         )
     return headline, tuple(reasons)

@@ -32,7 +32,7 @@ def test_a_few_tokens_that_are_all_stale_may_be_of_other_kernels_and_many_that_d
     assert found.cause == "bf16_kernels"
     stale, small = found.alternatives
     assert stale == "stale weights: all 400 tokens were sampled with weights of another version"
-    assert "low precision that hardly shows" in small
+    assert "low precision with little effect" in small
 
 
 def of_signs(
@@ -47,7 +47,9 @@ def of_signs(
     return train, rollout
 
 
-OPEN_ARE_RAISED = "stale weights, or an adapter that one side lacks, or a penalty: the trainer finds 65% of 400 open"
+OPEN_ARE_RAISED = (
+    "stale weights, or an adapter that one side lacks, or a penalty: the trainer finds 65% of 400 uncertain"
+)
 RAISED = [7, 6, 8, 5] * 10
 
 
@@ -76,14 +78,14 @@ def test_where_most_open_tokens_are_raised_old_weights_come_first(gap, cause) ->
 )
 def test_signs_that_chance_or_rounding_gives_name_no_weights(signs) -> None:
     found = audit_logprobs(*of_signs(**signs)).diagnoses
-    assert not [words for each in found for words in each.alternatives if "open tokens" in words]
+    assert not [words for each in found for words in each.alternatives if "uncertain tokens more" in words]
 
 
 def test_where_versions_agree_signs_say_nothing() -> None:
     train, rollout = of_signs(RAISED)
     for versions in ({"train_weight_version": 3, "rollout_weight_versions": [3] * 40}, {}):
         (found,) = audit_logprobs(train, rollout, **versions).diagnoses
-        assert any("open tokens" in words for words in found.alternatives) == (not versions)
+        assert any("uncertain tokens more" in words for words in found.alternatives) == (not versions)
 
 
 def test_first_tokens_that_are_equal_by_chance_do_not_point_to_decoding() -> None:
