@@ -27,7 +27,7 @@ _MAX_YAML_NODES = 100_000
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
-    """The path, if it is a regular file: a pipe could block forever, and some devices never end."""
+    """Return the path of a regular file. A pipe could block forever, and some devices never end: raise an error."""
     path = Path(path)
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
@@ -37,7 +37,7 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that refuses duplicate keys. YAML's own loader silently keeps the last value."""
+    """A loader that rejects duplicate keys. YAML's own loader silently keeps the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set[str]()
@@ -163,7 +163,7 @@ def preset_path(name: str) -> Path:
 
 
 def preset_text(name: str) -> str:
-    """The file of the preset called ``name``, as it is."""
+    """The text of the file of the preset called ``name``."""
     return preset_path(name).read_text(encoding="utf-8")
 
 

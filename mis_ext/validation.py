@@ -54,7 +54,7 @@ def errors_of(key: str) -> Iterator[None]:
 def check_number(
     key: str, value: Any, *, low: float, high: float, open_low: bool = False, open_high: bool = False
 ) -> float:
-    """``value`` as a float in ``[low, high]``; ``open_low`` and ``open_high`` exclude an end. NaN is never legal."""
+    """Return ``value`` as float in ``[low, high]``; ``open_low`` and ``open_high`` exclude an end. NaN is illegal."""
     legal = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{key} must be a number in {legal}, got {value!r}{_yaml_hint(value)}")
@@ -69,7 +69,7 @@ def check_number(
 
 
 def check_integer(key: str, value: Any, *, low: int | None = None) -> int:
-    """``value`` as an int, at least ``low`` if that is given. A boolean, a float or a string is refused."""
+    """Return ``value`` as an int, at least ``low`` if that is given. Booleans, floats, and strings raise an error."""
     legal = "an integer" if low is None else f"an integer of at least {low}"
     try:
         number = operator.index(value)
@@ -83,7 +83,7 @@ def check_integer(key: str, value: Any, *, low: int | None = None) -> int:
 
 
 def check_bool(key: str, value: Any) -> bool:
-    """``value``, which must be ``True`` or ``False``."""
+    """Return ``value``, which must be ``True`` or ``False``."""
     if not isinstance(value, bool):
         hint = " (remove the quotes)" if isinstance(value, str) and value.lower() in ("true", "false") else ""
         raise TypeError(f"{key} must be true or false, got {value!r}{hint}")
@@ -91,7 +91,7 @@ def check_bool(key: str, value: Any) -> bool:
 
 
 def check_instance(key: str, value: Any, kinds: type | tuple[type, ...]) -> Any:
-    """``value``, which must be of a type."""
+    """Return ``value``, which must be an instance of ``kinds``."""
     if not isinstance(value, kinds):
         names = [kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
         raise TypeError(f"{key} must be a {' or '.join(names)}, got {value!r}")
@@ -99,7 +99,7 @@ def check_instance(key: str, value: Any, kinds: type | tuple[type, ...]) -> Any:
 
 
 def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:
-    """``value``, which must be one of ``choices``."""
+    """Return ``value``, which must be one of ``choices``."""
     for choice in choices:
         if isinstance(value, str) and value == choice:
             return choice
@@ -109,7 +109,7 @@ def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:
 
 
 def check_known(where: str, keys: Iterable[str], known: Collection[str]) -> None:
-    """Refuse keys outside ``known``, each with the nearest known key."""
+    """Raise an error for keys outside ``known``, each with the nearest known key."""
     # In ASCII, because a Cyrillic letter would look like the intended letter.
     hints = [f"{key!a}{did_you_mean(key, known)}" for key in keys if key not in known]
     if hints:
@@ -118,7 +118,7 @@ def check_known(where: str, keys: Iterable[str], known: Collection[str]) -> None
 
 
 def check_mapping(key: str, value: Any) -> dict[str, Any]:
-    """A copy of ``value``, which must be a mapping whose keys are strings."""
+    """Return a copy of ``value``, which must be a mapping whose keys are strings."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{key} must be a mapping, got {value!r}")
     for inner in value:
@@ -128,7 +128,7 @@ def check_mapping(key: str, value: Any) -> dict[str, Any]:
 
 
 def check_tensors(given: Mapping[str, Any]) -> None:
-    """Refuse values that are not tensors, by name."""
+    """Raise an error that names a value that is not a tensor."""
     from torch import Tensor  # Where keys alone are checked, torch need not be loaded.
 
     for name, value in given.items():
@@ -137,7 +137,7 @@ def check_tensors(given: Mapping[str, Any]) -> None:
 
 
 def check_lengths(key: str, value: Any) -> tuple[int, ...]:
-    """``value`` as a tuple, which must be a list of integers of at least 0."""
+    """Return ``value`` as a tuple; it must be a list of integers of at least 0."""
     if not isinstance(value, Iterable) or isinstance(value, str):
         raise TypeError(f"{key} must be a list of integers of at least 0, got {value!r}")
     lengths = tuple(value)
@@ -148,7 +148,7 @@ def check_lengths(key: str, value: Any) -> tuple[int, ...]:
 
 
 def check_entries(what: str, given: Mapping[str, Any], needed: Iterable[str]) -> None:
-    """Refuse a mapping that lacks a ``needed`` name."""
+    """Raise an error if a mapping lacks a ``needed`` name."""
     missing = [name for name in needed if given.get(name) is None]
     if missing:
         raise ValueError(f"{what} has no {', '.join(missing)}")
@@ -162,7 +162,7 @@ _LIKE = 0.65
 
 
 def did_you_mean(value: Any, choices: Collection[str]) -> str:
-    """Up to three similar names, to append to an error. If none is similar, the nearest three of many names."""
+    """Return up to three similar names, to append to an error; if none is similar, the nearest three of many."""
     said = str(value).casefold()
     # A name that begins with the given words is nearer than a short name with similar letters.
     begun = [choice for choice in choices if choice.startswith(f"{said}_")]

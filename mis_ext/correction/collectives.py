@@ -135,7 +135,7 @@ class Due:
         status_1 = status_W.contiguous().view(torch.float32).amax(0).double()
         return bits.flatten()[: len(flags_R)].bool(), status_1
 
-    def tell(self) -> None:
+    def report_failure(self) -> None:
         """Join all remaining collectives with only the status of this failed rank, so that no rank waits for it."""
         due, self._due = self._due, []
         status = torch.tensor([global_rank() + 1.0], device=self._device)
@@ -147,19 +147,19 @@ class Due:
             gather_rows(row, group)
 
     @contextlib.contextmanager
-    def told_of_errors(self) -> Iterator[None]:
+    def reporting_errors(self) -> Iterator[None]:
         """An error in this block is raised after this rank has sent its status to the other ranks."""
         try:
             yield
         except Exception:
             # Raise the first error, even if the group itself fails.
             with contextlib.suppress(Exception):
-                self.tell()
+                self.report_failure()
             raise
 
 
 def _function(group: Group, *, name: str, renamed: str) -> Callable[..., Any]:
-    """The collective has a new name since torch 2.13. Only the old one supports process groups of slime and Miles."""
+    """Return a collective, renamed in torch 2.13. Only the old name supports process groups of slime and Miles."""
     new = getattr(dist, renamed, None) if type(group) is dist.ProcessGroup else None
     return new or getattr(dist, name)  # type: ignore[no-any-return]
 

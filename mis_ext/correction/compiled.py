@@ -93,7 +93,7 @@ class Graphs:
         return found
 
     def parts(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
-        """The passes as one graph; or as three, with the exchanges between them."""
+        """Run the passes as one graph, or as three graphs with the exchanges between them."""
         plan, length_S, num_blocks = self._plan, layout.length_S, layout.num_blocks
         num_tokens, num_responses = layout.num_local_tokens, layout.num_sequences
         # No size of a graph may be 0 or 1: add two responses of one masked token each, and remove them afterwards.
@@ -119,7 +119,7 @@ class Graphs:
         )
 
     def _parts_if_possible(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
-        """The passes with graphs, or without graphs after these failed to compile or gave different values."""
+        """Run the passes with graphs, or without if graphs failed to compile or gave different values."""
         try:
             if self.obstacle is None:
                 found = self.parts(x, layout, over_cp, over_dp)
@@ -147,7 +147,7 @@ class Graphs:
 
 
 def _check_equal(found: Passed, expected: Passed) -> None:
-    """Refuse graphs that give different values, because a compiler bug may raise no error."""
+    """Raise an error if graphs give different values, because a compiler bug may be silent."""
     is_near_T = torch.isclose(found.weights_T, expected.weights_T, rtol=1e-4)
     num_others = int((~is_near_T | (found.loss_mask_T != expected.loss_mask_T)).sum())
     # A value at a bound may be on one side with graphs, and on the other without.

@@ -118,7 +118,7 @@ class Judged(NamedTuple):
 
 
 def judge(gate: Gate, value: Tensor, valid: Tensor, known: Tensor | None = None) -> Judged:
-    """Compare with the bounds; ``known`` is False where a token without a ratio makes the statistic unknown."""
+    """Compare a statistic with a filter's bounds; ``known`` is False if a token without a ratio makes it unknown."""
     low, high = gate.edges
     below, above = valid & (value < low), valid & (value > high)
     inside = ~(below | above)
@@ -351,7 +351,7 @@ class Passed(NamedTuple):
 def output_pass(
     s: TokenResults, r: Responses, sums: tuple[Tensor, ...], mask_T: Tensor, blocks: Blocks, plan: Plan
 ) -> Passed:
-    """Compute what follows the ``sums`` in :class:`Passed`."""
+    """Compute the fields of :class:`Passed` that follow its three ``sums``."""
     merged_FS, own_A, group_A = sums
     b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)
     # w_t = (weight of the token) * (weight of its response) * scale, 0 without a ratio, or where a gate sets it to 0.
@@ -549,7 +549,7 @@ def compute_correction(
     check_instance("config", config, CorrectionConfig)
     check_instance("layout", layout, PackedLayout)
     cp_group = cp_group if group_size(cp_group) > 1 else None
-    with due_of(config, layout.response_lengths, cp_group, dp_group, device=layout.device).told_of_errors():
+    with due_of(config, layout.response_lengths, cp_group, dp_group, device=layout.device).reporting_errors():
         check_streams(streams, config, cp_group)
     return correct(streams, config, cp_group=cp_group, dp_group=dp_group, token_metrics=token_metrics)
 
@@ -571,7 +571,7 @@ def correct(
     is_alone = cp_group is None and dp_group is None
     due = _ALONE if is_alone else due_of(config, layout.response_lengths, cp_group, dp_group, device=device)
     # No other rank waits for a single rank.
-    with contextlib.nullcontext() if is_alone else due.told_of_errors():
+    with contextlib.nullcontext() if is_alone else due.reporting_errors():
         # Each collective below is also in due_of, in this order.
         plan, mask_R = plan_of(config, token_metrics=token_metrics), streams.response_mask_R.float()
         mask_T = layout.local_part(mask_R)
@@ -629,7 +629,7 @@ def due_of(
 
 
 def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Group | None) -> None:
-    """Refuse tensors that do not fit together, before any communication."""
+    """Raise an error if tensors do not fit together, before any communication."""
     layout = streams.layout
     num_local, num_whole = layout.num_local_tokens, layout.num_whole_tokens
     sizes = {"proximal_logprobs_T": num_local, "behavior_logprobs_T": num_local, "response_mask_R": num_whole}

@@ -148,7 +148,7 @@ class Statistic:
     is_log: bool = False
 
     def edge(self, bound: float) -> float:
-        """A bound on the scale of :attr:`of`."""
+        """Convert a bound to the scale of :attr:`of`."""
         if not self.is_log:
             return bound
         return math.log(bound) if bound > 0.0 else -math.inf

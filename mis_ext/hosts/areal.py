@@ -41,7 +41,7 @@ class MisLoss:
         cu_seqlens: Tensor | None = None,
         **settings: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The mean over the tokens of this micro-batch, and AReaL's statistics; AReaL's tracker gets our metrics.
+        """Return the mean loss over this micro-batch's tokens and AReaL's statistics; log metrics to AReaL's tracker.
 
         Raises:
             ValueError: Packed tokens have no ``cu_seqlens``, as in AReaL's tree training.

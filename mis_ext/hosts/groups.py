@@ -67,11 +67,11 @@ class Groups(NamedTuple):
 
 
 ALONE = Groups()
-"""The groups of a single process: it reduces over no other rank."""
+"""The groups of a single process, which reduces over no other rank."""
 
 
 def initialized_megatron() -> Any:
-    """``megatron.core.parallel_state`` if the framework has imported and initialised it, else None."""
+    """``megatron.core.parallel_state`` if the framework has imported and initialized it, else None."""
     megatron = sys.modules.get("megatron.core.parallel_state")
     return megatron if megatron is not None and megatron.model_parallel_is_initialized() else None
 
@@ -90,7 +90,7 @@ def _place(group: Group | None) -> tuple[int, int]:
 
 
 def find_groups(parallel_state: Any = None) -> Groups:
-    """Miles' ``parallel_state`` when it is passed, else Megatron-Core's when it is initialised, else a single rank.
+    """Miles' ``parallel_state`` when it is passed, else Megatron-Core's when it is initialized, else a single rank.
 
     In Miles' fault-tolerant mode the data-parallel group spans replicas.
     """

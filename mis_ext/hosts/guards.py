@@ -37,7 +37,7 @@ _CAUSES = (
 
 
 class Monitor:
-    """Judges values of calls: at once in the first call and on a CPU, else after they have been copied to the CPU.
+    """Checks values of calls: at once in the first call and on a CPU, else after they have been copied to the CPU.
 
     Args:
         judge: Reads the values. Raises, or returns True if no further check is needed.
@@ -113,7 +113,7 @@ def warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:
 
 
 class RankFailed(RuntimeError):
-    """Another rank failed: it joins no more collectives of the call."""
+    """Raised when another rank failed. That rank joins no more collectives of the call."""
 
 
 def raise_if_failed(statuses: Sequence[float]) -> None:

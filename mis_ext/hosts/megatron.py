@@ -86,7 +86,7 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
     context-parallel ranks. With ``calculate_per_token_loss`` it sums the loss, and divides by the sum of these numbers.
     The loss is scaled for this, so the gradient is that of the mean over samples of per-sample means, or of the mean
     over tokens. Log-probs and entropy are computed here, with Megatron-Core's tensor-parallel group if it is
-    initialised.
+    initialized.
 
     Args:
         args: A mapping or a namespace with the keys of docs/reference/policy_loss_keys.md. A namespace must be the same
@@ -128,8 +128,8 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     config, loss, groups = run.config, run.config.loss, host.groups
     settings = loss.settings
     lengths, device = read_argument(batch, "response_lengths"), device_of(logits)
-    told_lengths = read_argument(batch, "loss_masks") if lengths is None else lengths
-    with loss_work(run, told_lengths, groups=groups, device=device, extra_metrics=host.metrics):
+    lengths_or_masks = read_argument(batch, "loss_masks") if lengths is None else lengths
+    with loss_work(run, lengths_or_masks, groups=groups, device=device, extra_metrics=host.metrics):
         _check_batch(loss, batch, logits)
         run.check_rollout()
         layout = batch_layout(
@@ -192,7 +192,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
 
 
 def _check_batch(loss: WholeLoss, batch: Batch, logits: Tensor) -> None:
-    """Refuse a batch that lacks something, and warn of a scoring pass that the loss does not read."""
+    """Raise an error if the batch lacks an input, and warn of a scoring pass that the loss does not read."""
     check_entries("batch", batch, _NEEDED)
     settings = loss.settings
     if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
@@ -245,7 +245,7 @@ class VocabularyPart(NamedTuple):
 
 
 def megatron_vocabulary() -> VocabularyPart:
-    """This rank's part of the vocabulary if Megatron-Core is initialised, else all of it."""
+    """This rank's part of the vocabulary if Megatron-Core is initialized, else all of it."""
     megatron = initialized_megatron()
     if megatron is None or megatron.get_tensor_model_parallel_world_size() == 1:
         return VocabularyPart()
@@ -259,7 +259,7 @@ def plain_scores(unscored: Unscored) -> Scores:
 
 
 def refuse_host_scoring(config: RunConfig) -> None:
-    """Refuse a key that requires the function of a framework."""
+    """Raise an error for a key that requires the function of a framework."""
     if config.loss.asked_scoring == "host":
         raise ValueError("mis_loss_scoring: host requires slime or Miles: remove the key")
 
@@ -282,8 +282,8 @@ def fused_scores(
         kept: The tokens from which each token was sampled; None for all.
 
     Raises:
-        ValueError: The batch does not fit the logits. Tensor-parallel ranks learn only of errors of the scoring itself.
-            After an earlier error they wait, because no message has their size yet.
+        ValueError: The batch does not fit the logits. Tensor-parallel ranks are notified only of errors in the scoring.
+            After an earlier error they wait, because the size of the message is not known yet.
     """
     config, batch, logits, layout, groups = unscored
     check_entries("batch", batch, ("unconcat_tokens",))
@@ -355,7 +355,7 @@ class Head(NamedTuple):
 
 
 class NoLogits(Tensor):
-    """Logits without columns, and their head. Most operations return an ordinary tensor, which the loss refuses."""
+    """Logits without columns, and their head. Most operations return an ordinary tensor, which the loss rejects."""
 
     head: Head
 

@@ -43,7 +43,7 @@ class MisLoss:
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The part of this micro-batch in the mean over the global batch, and metrics on the same scale."""
+        """Return this micro-batch's part of the mean over the global batch, and metrics on the same scale."""
         with torch.no_grad():
             _, metrics = self.host(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
         reference = data.get("reference_policy_logprobs")

@@ -37,7 +37,7 @@ class MisLoss:
         rollout_log_probs: Tensor | None = None,
         **sizes: Any,
     ) -> tuple[Tensor, ...]:
-        """The loss, and OpenRLHF's metrics: three, or four since 0.11.2.
+        """Return the loss and OpenRLHF's metrics: three, or four since 0.11.2.
 
         Raises:
             ValueError: The keys need engine log-probs, but OpenRLHF has not requested them.

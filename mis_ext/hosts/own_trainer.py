@@ -18,7 +18,7 @@ from mis_ext.correction.metrics import GroupNumber, Mean, Metric
 from mis_ext.hosts.groups import ALONE, Groups, device_of, initialized_megatron
 from mis_ext.hosts.packing import MASK, check_samples, pack, unpack
 from mis_ext.hosts.session import Session
-from mis_ext.keys.reading import Keys, config_given, read_keys, says_whole_loss
+from mis_ext.keys.reading import Keys, config_given, is_whole_loss, read_keys
 from mis_ext.validation import check_tensors
 
 
@@ -133,7 +133,7 @@ def compute_mis_weights(
 
 
 def keys_in(host: str, keys: Keys, **said: Any) -> dict[str, Any]:
-    """The keys, with values that the framework decides. A key with another value is an error."""
+    """Return the keys with the values that the framework sets. A key with another value is an error."""
     given = read_keys(keys)
     for name, value in said.items():
         if given.get(name) not in (None, value):
@@ -142,9 +142,9 @@ def keys_in(host: str, keys: Keys, **said: Any) -> dict[str, Any]:
 
 
 def session_beside(keys: Keys, *, keeps_loss: str) -> Session:
-    """Create a session for a framework that keeps its own loss. Refuse keys of the full policy loss."""
+    """Create a session for a framework that keeps its own loss. Keys of the full policy loss raise an error."""
     given = read_keys(keys)
-    if says_whole_loss(given):
+    if is_whole_loss(given):
         raise ValueError(f"{keeps_loss} keeps its own loss: remove the keys of the full policy loss")
     return Session(given)
 

@@ -22,13 +22,13 @@ class Range(NamedTuple):
     is_open: bool = False
 
     def check(self, values: Tensor) -> None:
-        """Refuse other values. Waits for the device."""
+        """Raise an error for values outside of the range. Synchronizes with the device."""
         extremes = extremes_of(values)
         if extremes is not None:
             self.check_extremes(extremes.tolist())
 
     def check_extremes(self, extremes: Sequence[float]) -> None:
-        """Refuse values by the numbers of :func:`extremes_of`."""
+        """Raise an error for values outside of the range, from the result of :func:`extremes_of`."""
         low, high = extremes
         is_legal = 0.0 <= low <= high < math.inf and not (self.is_open and low == 0.0)
         if not is_legal:
@@ -82,7 +82,7 @@ def stack_mask_sums(given: Any, num_samples: int) -> Tensor:
 
 
 def check_samples(name: str, samples: Any) -> None:
-    """Refuse values other than a list of 1-D tensors on one device."""
+    """Raise an error for values other than a list of 1-D tensors on one device."""
     if not isinstance(samples, (Sequence, Tensor)):
         raise TypeError(f"{name} must be a list of 1-D tensors, got {type(samples).__name__}")
     for index, sample in enumerate(samples):
@@ -154,7 +154,7 @@ def pack_rollout(
     if missing and rollout_data["response_lengths"]:
         raise ValueError(
             f"{key}: rollout {rollout_id} has no {' and no '.join(missing)}; slime skips the separate scoring pass "
-            f"with one optimiser step per rollout: {remedy}"
+            f"with one optimizer step per rollout: {remedy}"
         )
     layout = PackedLayout.context_parallel(
         rollout_data["response_lengths"],

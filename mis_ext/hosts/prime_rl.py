@@ -19,7 +19,7 @@ def loss(inputs: Any, *, keys: Keys) -> Any:
     """The sum over the tokens of a sample, which prime-rl divides by the tokens of the whole batch.
 
     Args:
-        inputs: prime-rl's ``LossInputs``. It has no proximal log-probs: a method that needs them is refused.
+        inputs: prime-rl's ``LossInputs``. It has no proximal log-probs: a method that needs them raises an error.
         keys: A mapping or the path of a YAML file, under ``[trainer.loss.kwargs]``.
 
     Returns:

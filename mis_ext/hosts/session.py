@@ -2,7 +2,7 @@
 """Runs: the configuration that is read from ``args``, and the session that checks the calls.
 
 No other module reads ``args``, which may be any kind of object. The frameworks give a correction function no place for
-state. It is kept here and not on ``args``, because Megatron pickles ``args`` into every checkpoint.
+state. This module keeps the state instead of ``args``, because Megatron pickles ``args`` into every checkpoint.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Session:
         self._status = guards.Monitor(guards.raise_if_failed, every=1, merge=torch.maximum)
         self._ranges: dict[Range, guards.Monitor] = {}
         self._is_first_rank = True
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
@@ -90,7 +90,7 @@ class Session:
             streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group, token_metrics=token_metrics
         )
         if not groups.is_alone:
-            self._hear(correction.status)
+            self._check_status(correction.status)
         if not self.config.metrics_only and groups.is_first_rank:
             self._rejection.observe(attrgetter("watched"), correction, on=correction.weights_T)
         return correction
@@ -117,7 +117,7 @@ class Session:
         """
         correction = self.neutral(response_lengths, groups=groups, device=device)
         if not groups.is_alone:
-            self._hear(correction.status)
+            self._check_status(correction.status)
 
     @contextlib.contextmanager
     def local_work(
@@ -147,20 +147,20 @@ class Session:
                     # Only context-parallel ranks have messages of the same length. Without lengths, this rank sends
                     # none.
                     lengths = () if groups.cp_group is None else tuple(map(_as_integer, response_lengths))
-                    due_of(self.config, lengths, groups.cp_group, groups.dp_group, device=device).tell()
-                _due_status(status_groups, device).tell()
+                    due_of(self.config, lengths, groups.cp_group, groups.dp_group, device=device).report_failure()
+                _due_status(status_groups, device).report_failure()
             raise
 
     def exchange_status(self, groups: Sequence[Group], *, device: torch.device) -> Exception | None:
         """Exchange with other ranks whether a call failed, if no correction does this; raise if it failed.
 
-        Returns an error of this rank after the exchange, which the other ranks do not know.
+        Returns an error of this rank that occurred after the exchange, of which other ranks are not notified.
         """
         if not groups:
             return None
         statuses = _statuses_of_ranks(groups, device)
         try:
-            self._hear(statuses.amax())
+            self._check_status(statuses.amax())
         except guards.RankFailed:
             raise
         except Exception as error:
@@ -168,7 +168,7 @@ class Session:
         return None
 
     def check_range(self, values: Tensor, legal: Range) -> None:
-        """Refuse values by their minimum and maximum; masks only in the first and some later calls."""
+        """Raise an error for values outside of a range. Masks are checked in the first and in some later calls."""
         every = 1 if legal is DIVISORS else guards.CALLS_PER_LOOK
         monitor = self._ranges.setdefault(legal, guards.Monitor(legal.check_extremes, every=every))
         monitor.observe(extremes_of, values, on=values)
@@ -181,8 +181,8 @@ class Session:
         if guard is not None and self.config.stops(guard):
             cure = f"To downgrade this error to a warning, set mis_guard: {{{guard}: warn}}"
             raise ValueError(f"{message.rstrip('.')}. {cure}")
-        if (once or message) not in self._told:
-            self._told.add(once or message)
+        if (once or message) not in self._warned:
+            self._warned.add(once or message)
             warnings.warn(message, MismatchWarning, stacklevel=4)
 
     def report_missing(self, name: str) -> None:
@@ -191,7 +191,7 @@ class Session:
             self.report("missing_log_probs", f"{name} are missing: {_WHO_STORES[name]}")
 
     def compute(self, streams: PackedStreams, *, groups: Groups) -> Correction:
-        """Compute the correction without guards and monitors; refuse wrong arguments."""
+        """Check the arguments, and compute the correction without guards and monitors."""
         given = streams._asdict()
         return compute_correction(**given, config=self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
 
@@ -207,7 +207,7 @@ class Session:
             streams = PackedStreams(nothing_T, nothing_T, mask_R, layout, lag_T)
         return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
 
-    def _hear(self, status: Tensor) -> None:
+    def _check_status(self, status: Tensor) -> None:
         self._status.observe(torch.atleast_1d, status, on=status)
 
     def _judge_data(self, numbers: list[float]) -> bool:
@@ -218,7 +218,7 @@ class Session:
 
 
 def _as_integer(length: Any) -> int:
-    """A length on a failed rank. It may be the reason for the error: 0 if it is not a number.
+    """Return a length on a failed rank; 0 if it is not a number, which may be the reason for the error.
 
     If context-parallel ranks have different lengths, their messages over tokens have different shapes. A mask is as
     long as its response.
@@ -232,14 +232,14 @@ def _as_integer(length: Any) -> int:
 
 
 def _due_status(groups: Sequence[Group], device: torch.device) -> Due:
-    """Only the status of ranks, if no correction exchanges it; it has the same shape in every call."""
+    """The collectives of the ranks' status alone, for a call without a correction. Their shape is always the same."""
     return Due([Message((1,), torch.float32, group) for group in groups], device)
 
 
 def _statuses_of_ranks(groups: Sequence[Group], device: torch.device) -> Tensor:
     """``[W, 1]``: the statuses of the ranks of the last group, each the maximum over its other groups."""
     due = _due_status(groups, device)
-    with due.told_of_errors():
+    with due.reporting_errors():
         status = torch.full((1,), -torch.inf, device=device)
         for _ in groups[:-1]:
             status = due.gather(status).amax(0)
@@ -282,7 +282,7 @@ def all_arguments(args: Any) -> dict[str, Any]:
 class Run(NamedTuple):
     """The settings of a run, read from its arguments, and the state that it keeps between calls.
 
-    ``failed``: an error from before the call's work. ``local_work`` raises it, so that other ranks learn of it.
+    ``failed``: an error from before the call's work. ``local_work`` raises it, so that other ranks are notified.
     """
 
     config: RunConfig
@@ -290,7 +290,7 @@ class Run(NamedTuple):
     failed: Exception | None = None
 
     def check_rollout(self) -> None:
-        """Refuse a rollout that was not prepared: a custom function at the flag may not call prepare_rollout."""
+        """Raise an error if the rollout was not prepared: a custom function may not call prepare_rollout."""
         key = self.config.group.needs_rollout
         if key and not self.session.rollout_seen:
             raise ValueError(f"{key}: mis_ext.prepare_rollout was not called before the loss: {_PREPARE}")
@@ -299,7 +299,7 @@ class Run(NamedTuple):
 _runs: dict[int | str, Run] = {}
 """By the identity of ``args``, until they are deleted; or by the content of a mapping."""
 _kept: OrderedDict[int | str, Any] = OrderedDict()
-"""The most recent ``args`` whose deletion is not noticed: mappings, and objects such as ``SimpleNamespace``."""
+"""The most recent ``args`` without weak references: mappings, and objects such as ``SimpleNamespace``."""
 
 
 def session_for(args: Any) -> Session:
@@ -308,7 +308,7 @@ def session_for(args: Any) -> Session:
 
 
 def current_run(args: Any, *, whole_loss: bool = False) -> Run:
-    """The run of this ``args`` object, or of mappings with this content. It is read once.
+    """The run of this ``args`` object, or of mappings with this content, which are read once.
 
     The object is the same for all micro-batches of a run. ``whole_loss``: read and check the full policy loss too.
     """
@@ -350,7 +350,7 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
 
 
 _met: weakref.WeakKeyDictionary[Session, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-"""The calls of each session in which all ranks have read their keys. Not in the session, which can be copied."""
+"""The calls of each session in which all ranks have read their keys. Stored here, because a session can be copied."""
 
 
 def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
@@ -368,7 +368,7 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
         # If this is a later call for the other ranks, the backend may end this process.
         _log(error)
         with contextlib.suppress(Exception):
-            _due_status(together, device).tell()
+            _due_status(together, device).report_failure()
         raise
     met = _met.setdefault(run.session, set())
     if call in met:

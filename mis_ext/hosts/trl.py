@@ -16,7 +16,7 @@ from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.own_trainer import correct_padded, keys_in
 from mis_ext.hosts.session import Session, current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, config_given, read_keys, says_whole_loss
+from mis_ext.keys.reading import Keys, config_given, is_whole_loss, read_keys
 from mis_ext.validation import MismatchWarning
 
 _TOKEN_SUMS = ("bnpo", "dapo", "dr_grpo", "luspo")
@@ -42,9 +42,9 @@ class MisTrainer:
 
     def __init__(self: Any, *args: Any, mis_keys: Keys, **kwargs: Any) -> None:
         given = read_keys(mis_keys)
-        current_run(given, whole_loss=says_whole_loss(given))
+        current_run(given, whole_loss=is_whole_loss(given))
         super().__init__(*args, **kwargs)
-        self.mis_loss = WholeLoss(self, given) if says_whole_loss(given) else None
+        self.mis_loss = WholeLoss(self, given) if is_whole_loss(given) else None
         self.mis_session = None if self.mis_loss else session_for(self, given)
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class MisTrainer:
         return scores
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss; refuse a trainer that computes its own loss."""
+        """Compute TRL's loss. Raise an error if the trainer computes its own loss."""
         # In older versions of TRL, Liger's loss gets our ratio, but not the full policy loss of mis_ext.
         self._mis_is_in_loss = self.mis_loss is None and getattr(self, "use_liger_kernel", False)
         loss = super().compute_loss(*args, **kwargs)  # type: ignore[misc]

@@ -14,7 +14,7 @@ from torch import Tensor
 from mis_ext.hosts.own_trainer import agreed_scalars, correct_padded, keys_in
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, read_keys, says_whole_loss
+from mis_ext.keys.reading import Keys, is_whole_loss, read_keys
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.validation import MismatchWarning, check_choice
 
@@ -37,7 +37,7 @@ def register(keys: Keys) -> None:
     from verl.trainer.ppo import core_algos, rollout_corr_helper
 
     given = read_keys(keys)
-    session = None if says_whole_loss(given) else Session(given)
+    session = None if is_whole_loss(given) else Session(given)
 
     def correct(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, **_: Any) -> tuple[Any, ...]:
         if session is None:
@@ -80,8 +80,8 @@ def whole_loss(given: dict[str, Any], *, is_bypass: bool, own: PolicyLoss | None
 
     Args:
         given: The keys.
-        is_bypass: verl's old log-probs are those of the behavior policy. A method that needs the proximal policy is
-            refused.
+        is_bypass: verl's old log-probs are those of the behavior policy. A method that needs the proximal policy
+            raises an error.
         own: verl's own loss of the same method. If it does not follow ``loss_agg_mode``, ours does not either.
     """
     keys: dict[str, dict[str, Any]] = {}

@@ -97,7 +97,7 @@ def policy_loss_from_log_probs(
     Raises:
         ValueError: A key, a shape or the data of the first calls is wrong, or an input of the loss is missing.
         TypeError: A key has the wrong type.
-        RuntimeError: Another rank failed; it is named, and its own error says why.
+        RuntimeError: Another rank failed. The message names it; see its own error.
     """
     device = device_of(response_mask, current_logprobs)
     run = shared_run(args, groups, device=device, whole_loss=True)
@@ -160,7 +160,7 @@ def policy_loss_from_log_probs(
 
 
 def _refuse_keys_without_effect(run: Run, args: Any) -> None:
-    """Refuse keys that only slime, Miles or a batch with logits can follow."""
+    """Raise an error for keys that need slime, Miles, or a batch with logits."""
     loss, group = run.config.loss, run.config.group
     if group.of_rewards or group.prompt_mean:
         Errors().refuse(without_effect([GROUPS_ELSEWHERE], all_arguments(args))).raise_all()
@@ -173,7 +173,7 @@ def _refuse_keys_without_effect(run: Run, args: Any) -> None:
 
 
 def _divisors(run: Run, divisors: Tensor | None, mask_R: Tensor, layout: PackedLayout) -> Tensor:
-    """``[S]``: by what the sum of each sequence is divided; the number of its tokens where nothing else is given."""
+    """``[S]``: the divisor of each sequence's sum; by default the number of its tokens."""
     tokens_S = num_tokens(mask_R, layout)
     if divisors is None:
         return tokens_S.clamp_min(1.0)
@@ -225,9 +225,9 @@ def policy_loss_from_hidden(
     Raises:
         ValueError: As in :func:`policy_loss_from_log_probs` and :func:`~mis_ext.score_hidden`.
         TypeError: As in these functions, or an argument is unknown to both.
-        RuntimeError: Another rank failed. The message names it; see its own error. Tensor-parallel ranks learn only of
-            errors in :func:`~mis_ext.score_hidden`. After an earlier error they wait, because no message has their size
-            yet.
+        RuntimeError: Another rank failed. The message names it; see its own error. Tensor-parallel ranks are notified
+            only of errors in :func:`~mis_ext.score_hidden`. After an earlier error they wait, because the size of the
+            message is not known yet.
     """
     device = device_of(hidden, weight)
     run = shared_run(args, groups, device=device, whole_loss=True)
@@ -313,7 +313,7 @@ def tokens_for(settings: LossSettings, given: LossTokens, groups: Groups, *, mis
 
 
 def refuse_missing(settings: LossSettings, given: Collection[str], missing: Mapping[str, str]) -> None:
-    """Refuse a batch without log-probs or state values that the loss reads; ``missing``: the message for each."""
+    """Raise an error if log-probs or state values that the loss reads are missing; ``missing``: the messages."""
     reference = settings.needs_reference or ("--use-kl-loss" if settings.kl is not None else None)
     needs = {
         "behavior": settings.needs_behavior and f"with which {settings.needs_behavior} compares",
@@ -372,12 +372,12 @@ def packed_loss(
     session, settings, corrects = run.session, run.config.loss.settings, run.config.loss.has_correction
     layout, log_probs, mask_R = tokens.layout, tokens.log_probs, tokens.response_mask_R
     lengths, device = layout.response_lengths, mask_R.device
-    told = groups_of_sums(settings, cp_group=groups.cp_group, dp_group=groups.dp_group, extra_metrics=extra_metrics)
+    waiting = groups_of_sums(settings, cp_group=groups.cp_group, dp_group=groups.dp_group, extra_metrics=extra_metrics)
 
-    def telling() -> AbstractContextManager[None]:
-        return session.local_work(lengths, groups=groups, device=device, status_groups=told, corrects=False)
+    def reporting() -> AbstractContextManager[None]:
+        return session.local_work(lengths, groups=groups, device=device, status_groups=waiting, corrects=False)
 
-    with telling():
+    with reporting():
         if corrects and "behavior" in log_probs:
             # Correct the policy whose ratio to the behavior policy is not in the loss yet.
             trainer: Policy = "proximal" if settings.uses_proximal else "current"
@@ -390,7 +390,7 @@ def packed_loss(
             token_metrics = dict.fromkeys(session.config.metric_names, not_measured_T)
         if make_reducer is not None:
             reducer = make_reducer(correction)
-    failed = session.exchange_status(told, device=device)
+    failed = session.exchange_status(waiting, device=device)
     found = compute_policy_loss(
         settings,
         tokens,
@@ -399,10 +399,10 @@ def packed_loss(
         reducer=reducer,
         extra_metrics=extra_metrics,
         # Ranks that waited in the sums of the loss learn after them of an error between two sums.
-        telling=telling(),
+        reporting=reporting(),
         failed=failed,
     )
-    failed = session.exchange_status(told, device=device)
+    failed = session.exchange_status(waiting, device=device)
     if failed is not None:
         raise failed
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The full policy loss: from keys and flags to its settings, and the combinations that are refused."""
+"""Read the keys and flags of the full policy loss into its settings, and reject combinations."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _loss_settings(given: Mapping[str, Any]) -> LossSettings:
 
 
 def scores_of_framework(given: Mapping[str, Any], *, compares_with_stored: bool) -> str | None:
-    """Why only the framework's function gives the required log-probs; None if fused scoring gives them too.
+    """The reason why only the framework's function gives the required log-probs; None if fused scoring does too.
 
     ``compares_with_stored``: the loss compares them with log-probs that the framework scored.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From keys and flags to configuration objects, with all errors at once. A key without effect is an error too.
+"""Read keys and flags into configuration objects, and raise all errors at once, also for keys without effect.
 
 ``rows`` has the legal values of a single key. ``loss_keys`` has the combinations of the full policy loss; the hook does
-not load it. ``check_setup`` refuses keys that need other launch flags.
+not load it. ``check_setup`` rejects keys that need other launch flags.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _idle_keys(
 
 
 def without_effect(table: Iterable[Idle], given: Mapping[str, Any]) -> Iterator[str]:
-    """Why keys have no effect, and what to write. A false key never counts, and each key is reported once."""
+    """Report each key without effect once: the reason, and what to use. A false key never counts."""
     named = set[str]()
     for row in table:
         idle = [key for key in row.keys if key not in named and given.get(key) is not None and given[key] is not False]
@@ -241,7 +241,7 @@ class GroupConfig:
 
 
 def read_group(given: Mapping[str, Any]) -> GroupConfig:
-    """Read the keys of responses to one prompt; refuse keys that are wrong or without effect."""
+    """Read the keys of responses to one prompt. Keys that are wrong or without effect are errors."""
     wrong = Errors()
     keys = rows.read_rows(rows.GROUP_ROWS, given, wrong)
     wrong.raise_all()
@@ -346,7 +346,7 @@ def _against_fsdp(correction: CorrectionConfig, *, has_loss: bool) -> Iterator[s
 
 
 def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> str | None:
-    """Why loss and correction together correct the mismatch twice, or None. The user can allow it with a guard."""
+    """The reason why loss and correction correct the mismatch twice, or None. The user can allow it with a guard."""
     method = loss and loss.settings.method
     if method and correction.weight is not None and method.method.weighs_behavior:
         cure = "use tis_level: none for gates alone, or use_tis: false"
@@ -382,7 +382,7 @@ def read_keys(keys: Keys) -> dict[str, Any]:
     return read_yaml(keys) if isinstance(keys, (str, Path)) else check_mapping("the configuration", keys)
 
 
-def says_whole_loss(keys: Mapping[str, Any]) -> bool:
+def is_whole_loss(keys: Mapping[str, Any]) -> bool:
     """Return True if a key belongs to the full policy loss."""
     return any(keys.get(key) is not None for key in rows.LOSS_ROWS)
 
@@ -425,7 +425,7 @@ def keys_as_yaml(keys: Mapping[str, Any]) -> str:
 
 
 def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
-    """The keys of ``config`` that differ from their default. ``metrics_only`` is refused: it has a flag."""
+    """The keys of ``config`` that differ from their default. ``metrics_only`` raises an error: it has no key."""
     if config.metrics_only:
         raise ValueError("metrics_only has no key: set use_tis: false")
     weight, default = config.weight, CorrectionConfig()

@@ -2,7 +2,7 @@
 """Every key of a file in one row: legal values, default, description, unit.
 
 The check, the error, the JSON Schema, the reference page, and the output of ``mis-ext keys NAME`` follow from the row.
-Below the rows: names that are not keys, and the schema. ``reading`` makes configuration objects from keys and refuses
+Below the rows: names that are not keys, and the schema. ``reading`` makes configuration objects from keys and rejects
 combinations.
 """
 
@@ -268,7 +268,7 @@ FLAGS: dict[str, Key] = {
     )
     for name in names
 }
-"""Flags of the frameworks that a file can also set. Values that make a loss fail or NaN are refused."""
+"""Flags of the frameworks that a file can also set. Values that make a loss fail or NaN raise an error."""
 _OTHERS = (
     *("allgather_cp", "context_parallel_size", "custom_advantage_function_path", "custom_generate_function_path"),
     *("custom_reward_post_process_path", "grpo_std_normalization", "load_debug_rollout_data", "normalize_advantages"),
@@ -310,7 +310,7 @@ OF_OTHERS = {
     "vllm_importance_sampling_mode": "tis_level and tis_mode",
     "vllm_importance_sampling_cap": "tis_upper_bound",
 }
-"""Other names that are refused, and their replacements."""
+"""Other names that raise an error, and their replacements."""
 REMOVED = {
     "mis_loss_compile": "remove the key",
     "rs_gates.level": "use reduce: token, sum (for sequence), mean (geometric), min, or max",
@@ -382,7 +382,7 @@ def _is_slip(name: str, key: str) -> bool:
 def json_schema() -> dict[str, Any]:
     """The schema (draft 7) of a file for ``--custom-config-path``, with which editors complete and check it.
 
-    It describes each key separately. The reader of a file refuses everything that the schema refuses, and also wrong
+    It describes each key separately. The reader of a file rejects everything that the schema rejects, and also wrong
     parameter values of a method and wrong combinations of keys.
     """
     from mis_ext.methods.catalogue import METHODS

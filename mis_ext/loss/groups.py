@@ -111,7 +111,7 @@ def group_advantages(
 
 
 def refuse_uncentered(rewards_N: Tensor, group_N: Tensor, trajectory_N: Tensor) -> None:
-    """Refuse rewards whose mean over the trajectories of their prompt was not subtracted.
+    """Raise an error if the mean of a prompt's trajectories was not subtracted from their rewards.
 
     Raises:
         ValueError: The mean of a prompt is not 0.

@@ -13,7 +13,7 @@ micro-batches can share), ``n_i`` the sum of its own mask, and ``k_i`` this sum 
 | ``mis_loss_denominator`` | divides by | a rejected token |
 |---|---|---|
 | ``original`` | ``D_i`` | counts in the denominator: rejection lowers the gradient |
-| ``kept`` | ``D_i k_i / n_i`` | leaves it: the mean over kept tokens, in the sample's old share of its rollout |
+| ``kept`` | ``D_i k_i / n_i`` | not counted: mean over kept tokens, with the sample's original share of its rollout |
 | ``sequence`` | ``n_i`` | counts; samples that share a rollout count one each |
 | ``constant`` | a number | does not matter, nor does the length of the response |
 
@@ -67,8 +67,8 @@ LAST = ("opsm_clipfrac", "opd_reverse_kl")
 class PolicyLoss(NamedTuple):
     """``loss``: 0-dim, this rank's sum over samples, with gradient. ``metrics``: 0-dim each, sums on the same scale.
 
-    ``response_T``: ``[T]`` bool, this rank's tokens that the policy generated. ``measured``: computes of each metric of
-    a correction ``[total, count]``, over the samples in which it was measured.
+    ``response_T``: ``[T]`` bool, this rank's tokens that the policy generated. ``measured``: computes ``[total,
+    count]`` of each metric of a correction, over the samples in which it was measured.
     """
 
     loss: Tensor
@@ -85,7 +85,7 @@ def compute_policy_loss(
     token_metrics: Mapping[str, Tensor] | None = None,
     reducer: Reducer | None = None,
     extra_metrics: frozenset[str] = frozenset(),
-    telling: contextlib.AbstractContextManager[None],
+    reporting: contextlib.AbstractContextManager[None],
     failed: Exception | None = None,
 ) -> PolicyLoss:
     """Compute loss and metrics of a micro-batch.
@@ -98,13 +98,12 @@ def compute_policy_loss(
             correction.
         reducer: Computes the sum from the loss of each local token, instead of ``settings.denominator``.
         extra_metrics: The names in ``MILES_METRICS`` that are also reported.
-        telling: A context around the sums. After an error a rank joins the remaining sums, and this context reports the
-            error.
+        reporting: A context around the sums. After an error a rank joins the remaining sums, then reports the error.
         failed: An error of this rank while other ranks already wait in the sums. It is raised after them.
     """
     dp_group = tokens.dp_group if objective_of(settings).method.averages_over_batch else None
     reductions = Reductions(tokens.layout, cp_group=tokens.cp_group, dp_group=dp_group)
-    with telling:
+    with reporting:
         try:
             if failed is not None:
                 raise failed
@@ -259,7 +258,7 @@ def groups_of_sums(
     dp_group: Group | None,
     extra_metrics: frozenset[str] = frozenset(),
 ) -> list[Group]:
-    """The groups over which the loss itself exchanges sums, and before and after them a status."""
+    """The groups over which the loss exchanges sums. A status is exchanged before and after the sums."""
     exchanges = settings.sums_sequences or "ess_ratio" in extra_metrics
     averages = objective_of(settings).method.averages_over_batch
     wanted = ((cp_group, exchanges), (dp_group, averages))

@@ -44,7 +44,7 @@ def decoupled_token_tis(*, high: Bound = 2.0) -> Method:
     """Token ratios, truncated.
 
     When: the default for a mismatch of trainer and engine: low variance at every length.
-    Claims: recovers training with quantised rollouts.
+    Claims: recovers training with quantized rollouts.
     Counter-claims: corrects the next token, not the prefix; reaches a plateau where sequence weights still improve.
     Affects only heavy tails.
     """
@@ -125,7 +125,7 @@ def icepop(*, low: UpToOne = 0.5, high: FromOne = 5.0, normalize_over: Normalize
     """Tokens outside the range lose their gradient and stay in the denominator.
 
     With ``normalize_over="all_tokens"`` the weights are divided by their mean over all valid tokens, where tokens
-    outside count as 0 (verl: rollout correction with a range and batch normalisation, code).
+    outside count as 0 (verl: rollout correction with a range and batch normalization, code).
 
     When: MoE models, whose routers cause large differences on single tokens.
     Claims: stable where GRPO collapses; less gradient noise.

@@ -79,7 +79,7 @@ class Method:
         factors: Its weights and gates, without gradient.
         terms: Penalties that are subtracted.
         normalize_over: Divide the weights by their mean over the ``tokens`` of all ranks that no factor drops, or over
-            the ``sequences`` with such tokens: self-normalised importance sampling. A single sequence is then not
+            the ``sequences`` with such tokens: self-normalized importance sampling. A single sequence is then not
             corrected. ``all_tokens``: over all valid tokens, where a dropped token counts as 0.
     """
 

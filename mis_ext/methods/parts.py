@@ -319,7 +319,7 @@ class PairGate(Factor):
 
 
 def check_pair(key: str, pair: Pair) -> None:
-    """Refuse values other than a numerator and a denominator."""
+    """Raise an error for values other than a numerator and a denominator."""
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise TypeError(f"{key} must be a tuple of two policies, got {pair!r}")
     for policy in pair:

@@ -27,7 +27,7 @@ from mis_ext.methods.parts import (
 from mis_ext.methods.published import ExcessBound, FromOne, NotNegative, Positive, Range, UpToOne, published
 from mis_ext.methods.sequence_weights import token_uniforms
 
-# Proximal policy optimisation and its clips.
+# Proximal policy optimization and its clips.
 
 
 @published(
@@ -115,7 +115,7 @@ def dcpo(*, low: NotNegative = 0.1, high: Positive = 0.2, cap: FromOne = 10.0) -
     When: the policy should learn rare tokens.
     Claims: an order of magnitude fewer clipped tokens than PPO.
     Counter-claims: the range is wide for rare tokens, where low-precision engines differ most. Only the clip of the
-    paper is implemented, not its standardisation of advantages. The defaults are from the authors' code.
+    paper is implemented, not its standardization of advantages. The defaults are from the authors' code.
     """
     bounds = ProbabilityBound(gain=-low, cap=cap), ProbabilityBound(gain=high, cap=cap)
     return Method(surrogate=Ratio(low=bounds[0], high=bounds[1]))
@@ -305,7 +305,7 @@ def clip_cov(
 
     When: the entropy collapses early and reward stops rising.
     Claims: the covariance lowers the entropy, and two tokens in ten thousand are enough to stop its fall.
-    Counter-claims: the range is in units of the advantage, so it depends on its normalisation. verl's batch is the
+    Counter-claims: the range is in units of the advantage, so it depends on its normalization. verl's batch is the
     micro-batch; here it is the batch of all ranks.
     """
     clip = Ratio(low=1.0 - low, high=1.0 + high)

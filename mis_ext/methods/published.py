@@ -90,16 +90,16 @@ class PublishedMethod:
     text: str
 
     def __call__(self, **parameters: Any) -> Method:
-        """The method with the given parameters. None means the default, and infinity means no bound.
+        """Return the method with the given parameters. None means the default, and infinity means no bound.
 
         Raises:
-            ValueError: It has no such parameter, or a value is not legal.
+            ValueError: The method has no such parameter, or a value is not legal.
             TypeError: A value has the wrong type.
         """
         return self.make(**self.checked(self.name, parameters, infinity=True))
 
     def checked(self, where: str, given: Mapping[str, Any], *, infinity: bool = False) -> dict[str, Any]:
-        """The ``given`` parameters after their check, without those that are None.
+        """Check the ``given`` parameters, and return those that are not None.
 
         ``where`` is for messages. ``infinity``: whether an upper bound may be infinite.
         """

@@ -59,7 +59,7 @@ def dro(*, beta: NotNegative = 0.05) -> Method:
     """The policy gradient without a ratio, and a squared log-ratio that keeps the policy near the behavior policy.
 
     When: stale data, whose ratios are outside of every range or have too much variance.
-    Claims: a regression on the regularised optimum for any behavior policy, if the baseline is the soft value.
+    Claims: a regression on the regularized optimum for any behavior policy, if the baseline is the soft value.
     Counter-claims: with another baseline, such as the mean of a group, the optimum moves. In the paper the square and
     the advantage are per response; here they are per token. The scale is from Tinker's example.
     """
@@ -99,7 +99,7 @@ def reinforce_sequence_tis(*, high: Bound = 2.0) -> Method:
     paper="Hesterberg, Weighted Average Importance Sampling and Defensive Mixture Distributions, 1995",
 )
 def reinforce_sequence_snis() -> Method:
-    """Self-normalised sequence weights: their mean is 1 in every batch.
+    """Self-normalized sequence weights: their mean is 1 in every batch.
 
     When: batches of many short responses.
     Claims: bounded by the largest advantage; an engine that is off by a constant factor changes nothing.
@@ -263,7 +263,7 @@ class DriftControl(Term):
 def drift_control() -> Method:
     """The plain policy gradient without its drift, from sampled tokens only: a token's own advantage is not reweighted.
 
-    When: a mismatch of trainer and engine with advantages that are not centred in every state: a critic, or one reward
+    When: a mismatch of trainer and engine with advantages that are not centered in every state: a critic, or one reward
     for many turns. Pass the state's value as ``state_values_T``. With ``V = A`` it equals ``reinforce_token_is``, with
     ``V = 0`` ``reinforce``.
     Claims: if ``V`` is the mean of ``A`` under the behavior policy, the drift is exactly 0, and only the

@@ -86,7 +86,7 @@ def smooth_weights(weights_N: Tensor, valid_N: Tensor) -> Smoothed:
 
 
 def _fit(excess_M: Tensor, in_tail_M: Tensor, num: Tensor) -> tuple[Tensor, Tensor]:
-    """Shape and scale of a generalised Pareto distribution, ``[1]`` each; the shape is shrunk towards 1/2."""
+    """Shape and scale of a generalized Pareto distribution, ``[1]`` each; the shape is shrunk towards 1/2."""
     grid = _GRID + len(excess_M)
     num_grid = _GRID + num.sqrt().floor()
     point_N = torch.arange(1, grid + 1, device=excess_M.device, dtype=torch.float64)

@@ -99,7 +99,7 @@ def mis_po(
 def dppo_tv(*, delta: ExcessBound = 0.15, cap: Bound = 20.0) -> Method:
     """A trust region of probabilities, which stops only updates that move further outside.
 
-    When: instead of PPO's clip, with the behavior policy as centre.
+    When: instead of PPO's clip, with the behavior policy as center.
     Claims: ratio clips constrain rare tokens too much and likely tokens too little; stable without routing replay.
     Counter-claims: a rare token's probability can grow a hundredfold inside the region.
     """
@@ -193,7 +193,7 @@ def opsm(*, delta: NotNegative = 0.05) -> Method:
     """Bad sequences that have become unlikely are rejected.
 
     When: always safe: it never rejects a positive advantage.
-    Claims: stabilises training that is off-policy because of updates or because of the engine.
+    Claims: stabilizes training that is off-policy because of updates or because of the engine.
     Counter-claims: with the proximal instead of the behavior policy, as in some frameworks, it does not see the
     mismatch. The paper gives no threshold: this value is from mis_ext.
     """
@@ -393,7 +393,7 @@ def vespo(*, positive: _ShapeScale = (2.0, 3.0), negative: _ShapeScale = (3.0, 2
     """A soft weight of the whole sequence: (shape, scale) by the sign of the advantage.
 
     When: very stale data.
-    Claims: stable at a staleness of 64 updates, without normalising by length.
+    Claims: stable at a staleness of 64 updates, without normalizing by length.
     Counter-claims: for long sequences, noise alone moves the product far from 1; then every weight is near 0.
     """
     return Method(surrogate=Score(), factors=(Gamma(positive=positive, negative=negative),))

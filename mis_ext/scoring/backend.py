@@ -38,7 +38,7 @@ def _can_run_triton(device_type: str, *, is_wanted: bool) -> bool:
 
 
 def triton_obstacle(device_type: str) -> str | None:
-    """Why Triton kernels cannot run on a type of device, or None."""
+    """The reason why Triton kernels cannot run on a type of device, or None."""
     try:
         import triton
     except ImportError as error:

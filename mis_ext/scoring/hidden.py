@@ -73,7 +73,7 @@ def score_hidden(
             gradient is 0.
         temperature: The divisor of the logits.
         entropy: ``gradient``: with gradient. ``value``: without gradient. ``none``: not computed.
-        kept: The columns from which each token was sampled (top-p). The log-prob of a token is normalised over these
+        kept: The columns from which each token was sampled (top-p). The log-prob of a token is normalized over these
             columns, the entropy over all columns.
         vocab_size: Columns starting at this index are padding, which is not computed. None: there is no padding.
         bias: ``[V]``, of the head.
@@ -90,7 +90,7 @@ def score_hidden(
         ValueError: A setting is out of range, or shapes do not fit.
         TypeError: Hidden states and weight are not floats of the same dtype (autocast casts neither), or ``token_T`` or
             ``row_T`` are not integers.
-        RuntimeError: Another tensor-parallel rank refused an argument or ran out of memory. It can report this only in
+        RuntimeError: Another tensor-parallel rank rejected an argument or ran out of memory. It can report this only in
             a message of the same size. So ``token_T``, ``entropy``, whether ``kept`` is given, and with
             ``sequence_parallel`` the shape of ``hidden`` must be equal on all ranks, as in any collective.
 

@@ -114,7 +114,7 @@ class Targets(NamedTuple):
 def check_targets(
     token_T: Tensor, row_T: Tensor | None, kept: KeptColumns | None, *, num_rows: int, rows: str, device: torch.device
 ) -> None:
-    """Refuse tokens that do not fit the rows, ``rows of logits`` or ``hidden states``, that score them."""
+    """Raise an error if tokens do not fit the rows, ``rows of logits`` or ``hidden states``, that score them."""
     check_tensors({"token_T": token_T} if row_T is None else {"token_T": token_T, "row_T": row_T})
     for name, values in (("token_T", token_T), ("row_T", row_T)):
         if values is not None and values.dtype not in (torch.int64, torch.int32):
@@ -177,13 +177,13 @@ class RowSums(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, *, with_product: bool, is_kept: bool) -> RowSums:
-        """Create them from the ``[6, ...]`` values that a pass wrote."""
+        """Create the sums from the ``[6, ...]`` values that a pass wrote."""
         highest, total, target, product, *kept = numbers.unbind()
         return cls(highest, total, target, product if with_product else None, *(kept if is_kept else (None, None)))
 
 
 class Coefficients(NamedTuple):
-    """``[T]`` each: normalisation of the distribution of a token, its entropy, and the incoming gradients.
+    """``[T]`` each: normalization of the distribution of a token, its entropy, and the incoming gradients.
 
     The log of a probability is ``s (x - highest_T) - log_total_T`` over all columns, and the same with ``kept_...``
     over the kept columns. Both are equal if all are kept. A gradient that is None is 0.
@@ -208,9 +208,9 @@ class Coefficients(NamedTuple):
 
 
 def finish(parts: RowSums, *, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Coefficients]:
-    """``[T]``: log-probs and their normalisation, from the sums ``[W, T]`` of all tensor-parallel ranks or tiles.
+    """``[T]``: log-probs and their normalization, from the sums ``[W, T]`` of all tensor-parallel ranks or tiles.
 
-    In float64, and rounded once. The entropy is None without products.
+    The computation is in float64 and rounds once. The entropy is None without products.
     """
     sums = merged(parts, temperature=temperature)
     log_total_T, entropy_T = sums.total_T.log(), None

@@ -73,7 +73,7 @@ def score_tokens(
             gradient is 0.
         temperature: The divisor of the logits.
         entropy: ``gradient``: with gradient. ``value``: without gradient. ``none``: not computed.
-        kept: The columns from which each token was sampled (top-p). The log-prob of a token is normalised over these
+        kept: The columns from which each token was sampled (top-p). The log-prob of a token is normalized over these
             columns, the entropy over all columns.
         vocab_size: Columns starting at this index are padding, which no sum includes. None: there is no padding.
         inplace: The backward pass writes the gradient over the logits. Do not read the logits afterwards; autograd
@@ -84,7 +84,7 @@ def score_tokens(
     Raises:
         ValueError: A setting is out of range, or shapes do not fit.
         TypeError: The logits are not floats, or ``token_T`` or ``row_T`` are not integers.
-        RuntimeError: Another tensor-parallel rank refused an argument or ran out of memory. It can report this only in
+        RuntimeError: Another tensor-parallel rank rejected an argument or ran out of memory. It can report this only in
             a message of the same size. So ``token_T``, ``entropy`` and whether ``kept`` is given must be equal on all
             ranks, as in any collective.
 
@@ -116,7 +116,7 @@ def score_tokens(
 
 
 def check_part(width: int, what: str, *, vocab_size: int | None, tp_group: Group | None, tp_rank: int) -> None:
-    """Refuse a rank or a vocabulary that does not fit this rank's ``width`` columns of the vocabulary."""
+    """Raise an error if rank or vocabulary do not fit this rank's ``width`` columns of the vocabulary."""
     ranks = group_size(tp_group)
     if not 0 <= check_integer("tp_rank", tp_rank) < ranks:
         raise ValueError(f"tp_rank must be in [0, {ranks - 1}], because tp_group has {ranks} ranks, got {tp_rank}")
@@ -138,7 +138,7 @@ class _Scored(torch.autograd.Function):
     """Log-prob ``log p_t`` of the token ``t``, and entropy ``H``, from logits ``z``: ``p = softmax(z / temperature)``.
 
     With ``g`` and ``h``, the incoming gradients of the log-prob and the entropy, the gradient of ``z_v`` is
-    ``(g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``. With ``kept``, ``p_v`` of the first term is normalised
+    ``(g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``. With ``kept``, ``p_v`` of the first term is normalized
     over the kept columns. ``_logit_gradient`` of ``chunked.py`` and ``gradient_kernel`` of ``triton_backend.py``
     compute it.
     """

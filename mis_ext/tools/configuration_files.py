@@ -13,7 +13,7 @@ from typing import Any
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import read_yaml
-from mis_ext.keys.reading import config_from_mapping, flat_keys, keys_as_yaml, read_config, says_whole_loss
+from mis_ext.keys.reading import config_from_mapping, flat_keys, is_whole_loss, keys_as_yaml, read_config
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import as_correction
@@ -61,7 +61,7 @@ def read_method(row: PublishedMethod) -> Configuration:
 def _configuration(content: dict[str, Any]) -> Configuration:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = read_config(content, whole_loss=says_whole_loss(content))
+        run = read_config(content, whole_loss=is_whole_loss(content))
     said = tuple(dict.fromkeys(str(each.message) for each in caught))
     config, loss = run.correction, None if run.whole_loss is None else run.whole_loss.settings
     if loss is None or loss.method is None:

@@ -281,7 +281,7 @@ def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | No
     if is_single and config.normalize_over is not None and weight is not None and weight.level != "token":
         yield Trap(
             "single_sequence",
-            f"{weight.level}-level weights normalised over a single sequence are always 1, so nothing is corrected: "
+            f"{weight.level}-level weights normalized over a single sequence are always 1, so nothing is corrected: "
             "use tis_normalize_scope: data_parallel, or larger micro-batches",
         )
     if found.learning_rate < MIN_LEARNING_RATE:
@@ -349,7 +349,7 @@ def _steps(config: CorrectionConfig) -> Iterator[Step]:
         yield Step(f"{'veto' if gate.is_veto else 'gate'} {name}", f"{band_of(gate)}{zero}")
     if config.normalize_over is not None:
         terms = "tokens" if config.weight is None or config.weight.level == "token" else "responses"
-        yield Step("normalise", f"w <- w / mean(w) over {config.normalize_over} {terms}, {config.scope}")
+        yield Step("normalize", f"w <- w / mean(w) over {config.normalize_over} {terms}, {config.scope}")
     if config.denominator == "kept":
         unit = "response tokens / kept tokens" if config.per_token_loss else "responses / sum of their kept shares"
         yield Step("denominator", f"w <- w * {unit}")

@@ -174,7 +174,7 @@ def test_a_rank_that_fails_in_a_collective_tells_the_others_in_the_same_one(monk
 
     monkeypatch.setattr(collectives, "gather_rows", gather)
     due = collectives.Due([collectives.Message((2,), torch.float64, "a group")], torch.device("cpu"))
-    with pytest.raises(MemoryError), due.told_of_errors():
+    with pytest.raises(MemoryError), due.reporting_errors():
         due.gather(torch.zeros(2, dtype=torch.float64))
     assert sent == [[0.0, 0.0], [0.0, 1.0]]
 

@@ -194,14 +194,14 @@ def test_an_error_between_two_sums_of_a_loss_is_told_behind_them(dp_size, keys, 
     ("keys", "dp_size"), [(AVERAGED, 1), (AVERAGED, 2), ({"use_opsm": True, "opsm_delta": 1e-4}, 1)]
 )
 def test_an_error_between_the_status_and_the_sums_is_told_behind_them(keys, dp_size) -> None:
-    hear = Session._hear
+    hear = Session._check_status
 
     def hear_or_fail(session: Session, status: torch.Tensor) -> None:
         if current_rank() == 1:
             raise torch.OutOfMemoryError("out of memory, says the test")
         hear(session, status)
 
-    with mock.patch.object(Session, "_hear", hear_or_fail):
+    with mock.patch.object(Session, "_check_status", hear_or_fail):
         good, bad = run_ranks(
             lambda rank: failing_on_rank_1(rank, keys, MILES_METRICS), cp_size=3 - dp_size, dp_size=dp_size
         )

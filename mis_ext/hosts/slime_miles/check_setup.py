@@ -43,7 +43,7 @@ def check_setup(args: Any) -> None:
     """Check every key before training starts, and print what will run.
 
     For ``--custom-megatron-init-path mis_ext.check_setup``. slime, vime, and Miles call it on every rank of Megatron,
-    before the model loads. If ``torch.distributed`` is initialised, all ranks must call it: they exchange their errors
+    before the model loads. If ``torch.distributed`` is initialized, all ranks must call it: they exchange their errors
     and their installed versions. Rank 0 prints what will run, and a line for each warning.
 
     Args:
@@ -133,7 +133,7 @@ def _flag(argument: str) -> str:
 
 
 def _doubts(given: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """Warn of custom functions and the schedule of weight updates; refuse keys that no function would read."""
+    """Warn of custom functions and of the schedule of weight updates; raise for keys that no function reads."""
     correction, group, path, generates = config.correction, config.group, given.get(_ROLLOUT), given.get(_GENERATE)
     interval, tokens = given.get("update_weights_interval") or 1, given.get("on_policy_tokens")
     if is_miles() and group.needs_rollout:

@@ -33,7 +33,7 @@ def compute_mis_weights_with_cp(
 
     Several samples can share a rollout, and therefore a denominator, but the frameworks do not pass this information.
     With such samples ``mis_denominator: kept`` is wrong; :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout`
-    refuses them.
+    raises an error for them.
 
     Args:
         args: The framework's arguments, with the keys of docs/reference/configuration.md among them.
@@ -61,8 +61,8 @@ def compute_mis_weights_with_cp(
     device = device_of(pg_loss)
     run = shared_run(args, groups, device=device)
     session, streams = run.session, None
-    told_lengths = loss_masks if response_lengths is None else response_lengths
-    with session.local_work(told_lengths, groups=groups, device=device, failed=run.failed):
+    lengths_or_masks = loss_masks if response_lengths is None else response_lengths
+    with session.local_work(lengths_or_masks, groups=groups, device=device, failed=run.failed):
         run.check_rollout()
         if run.config.double_correction is not None:
             session.report("double_correction", run.config.double_correction)

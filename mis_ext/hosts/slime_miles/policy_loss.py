@@ -65,8 +65,8 @@ def policy_loss(
 
     Returns:
         The loss, with gradient: this rank's sum over samples of per-sample means (or the sum over tokens), which the
-        framework scales. And metrics on the same scale under the framework's names, 0-dim, on the CPU: one copy for
-        all.
+        framework scales. And metrics on the same scale under the framework's names, 0-dim, copied to the CPU
+        together.
 
     Raises:
         ValueError: A flag, a key, a length or the data of the first calls is wrong; the message says what to change.
@@ -300,7 +300,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 
 
 def refuse_missing_logits(args: Any, config: RunConfig) -> None:
-    """Refuse flags and keys that need logits, which the model no longer makes."""
+    """Raise an error for flags and keys that need logits, which the model no longer returns."""
     loss, why = config.whole_loss, None
     if loss is None or read_argument(args, "loss_type") != "custom_loss":
         why = (

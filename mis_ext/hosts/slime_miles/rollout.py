@@ -99,7 +99,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     """Compute values of the whole rollout on all ranks: lags and baselines of prompts.
 
     For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. With ``mis_staleness`` each token gets its lag, see
-    :func:`_token_lags`. ``mis_denominator: kept`` refuses samples that share a denominator.
+    :func:`_token_lags`. ``mis_denominator: kept`` rejects samples that share a denominator.
 
     With ``mis_group_over: kept`` a trajectory without a kept token does not count in the baseline of its prompt. With
     ``mis_prompt_mean`` every prompt has the same weight. Both change ``advantages``, in which the policy gradient is
@@ -147,7 +147,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     streams: PackedStreams | None = None
     own: dict[str, Tensor] = {}
     # The context-parallel ranks learn of an error from the work and from the correction, the others here.
-    with Due([Message((2,), torch.float64, groups.dp_group)], device).told_of_errors():
+    with Due([Message((2,), torch.float64, groups.dp_group)], device).reporting_errors():
         with measuring.local_work(lengths, groups=alone, device=device, failed=run.failed):
             if refuses_shared:
                 _refuse_shared_denominators(rollout_data, device)
@@ -204,7 +204,7 @@ class TokenLags:
 
 
 def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
-    """The lags of this rank's tokens, or why there are none: the loss raises this, so that the other ranks learn of it.
+    """Return the lags of this rank's tokens, or why there are none: the loss raises this and notifies the other ranks.
 
     ``mis_ext.rollout.generate`` stores the version of each token in a field that the frameworks pass to the trainer,
     the log-probs of a teacher. The version of the trainer is the number of times that it has sent its weights to the
@@ -288,9 +288,9 @@ def _compare_prompts(
 def _samples_of(
     of_prompts: GroupConfig, rollout_data: dict[str, Any], *, num_answers: int | None, key: str, device: torch.device
 ) -> dict[str, Tensor]:
-    """``[S]`` each, float64: this rank's samples. Without a correction what is trained is kept.
+    """``[S]`` each, float64: this rank's samples. Without a correction, all trained tokens count as kept.
 
-    Tokens count as much as their mask says, as in the framework's denominators.
+    A token counts by its mask value, as in the framework's denominators.
     """
     needed = ["advantages", "rewards", "sample_indices", "rollout_ids", "loss_masks"]
     if of_prompts.prompt_mean:
@@ -360,7 +360,7 @@ def _sums(masks: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _refuse_shared_denominators(rollout_data: dict[str, Any], device: torch.device) -> None:
-    """Refuse samples whose sum the framework divides by more than their own number of tokens."""
+    """Raise an error for samples whose sum the framework divides by more than their own number of tokens."""
     given = rollout_data.get("rollout_mask_sums")
     if given is None:
         return
