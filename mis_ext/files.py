@@ -150,7 +150,7 @@ class PresetRemarks(NamedTuple):
 
 
 def list_presets() -> tuple[str, ...]:
-    """The names of the presets."""
+    """List the names of the presets."""
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of configuration values, whose errors name key, value, and legal values; and the class of all warnings."""
+"""Checks of configuration values, with errors that name key, value, and legal values. The class of all warnings."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ class Run(NamedTuple):
 
 
 _runs: dict[int | str, Run] = {}
-"""By the identity of ``args``, until they are deleted; or by the content of a mapping."""
+"""Runs by the identity of ``args``, until they are deleted, or by the content of a mapping."""
 _kept: OrderedDict[int | str, Any] = OrderedDict()
 """The most recent ``args`` without weak references: mappings, and objects such as ``SimpleNamespace``."""
 

@@ -37,7 +37,7 @@ class MisTrainer:
     """``class Trainer(MisTrainer, GRPOTrainer): pass``, with the argument ``mis_keys``: a mapping, or a path of YAML.
 
     Raises:
-        ValueError: A key is wrong, which is checked before the model loads, or a setting of the trainer does not fit.
+        ValueError: A key is wrong (checked before the model loads), or a setting of the trainer does not fit.
     """
 
     def __init__(self: Any, *args: Any, mis_keys: Keys, **kwargs: Any) -> None:

@@ -30,7 +30,7 @@ Keys = Mapping[str, Any] | str | Path
 
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
-    """The configuration in ``mapping``.
+    """Read the configuration in ``mapping``.
 
     A key with value None counts as unset. Among keys without a prefix of mis_ext, only ``FRAMEWORK_ROWS`` are read.
 
@@ -388,7 +388,7 @@ def is_whole_loss(keys: Mapping[str, Any]) -> bool:
 
 
 def load_config(path: str | Path) -> CorrectionConfig:
-    """The configuration in a YAML file.
+    """Read the configuration in a YAML file.
 
     Keys without the prefixes of mis_ext belong to the framework and are ignored.
 
@@ -403,7 +403,7 @@ def load_config(path: str | Path) -> CorrectionConfig:
 
 
 def preset(name: str) -> CorrectionConfig:
-    """The preset called ``name``.
+    """Return the preset called ``name``.
 
     Raises:
         ValueError: There is no such preset.

@@ -22,7 +22,7 @@ METHODS: dict[str, PublishedMethod] = {
 
 
 def find_method(name: str) -> PublishedMethod:
-    """The method called ``name``.
+    """Return the method called ``name``.
 
     Raises:
         ValueError: There is no such method.

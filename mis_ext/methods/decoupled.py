@@ -68,7 +68,7 @@ def decoupled_token_clip(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
 
     When: the effective sample size matters more than bias: tokens that the trainer finds unlikely keep some weight.
     Claims: more effective samples than truncation.
-    Counter-claims: the lower bound raises weights, which adds bias that truncation does not have.
+    Counter-claims: the lower bound raises weights, and adds bias that truncation does not have.
     """
     return _with_ppo(PairWeight(low=low, high=high))
 

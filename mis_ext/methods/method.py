@@ -301,7 +301,7 @@ class LossOfSlopes(torch.autograd.Function):
         _entropy_T: Tensor | None,
         entropy_slope_T: Tensor | None,
     ) -> Tensor:
-        """The given loss itself, which Megatron divides in place. Other ranks would not learn of an error here."""
+        """The given loss itself, which Megatron divides in place. Other ranks are not notified of an error here."""
         ctx.save_for_backward(slope_T, entropy_slope_T)
         ctx.mark_dirty(loss)
         return loss

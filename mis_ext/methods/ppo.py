@@ -272,7 +272,7 @@ class CovarianceKl(Term):
 
 
 def _covariance(batch: Batch, pair: Pair) -> tuple[Tensor, Tensor]:
-    """``[T]``: each token's term in the covariance of log-prob and advantage; and the number of tokens, 0-dim."""
+    """``[T]``, each token's term in the covariance of log-prob and advantage, and the number of tokens, 0-dim."""
     rows_FT = torch.stack([batch.advantages_T, batch.log_prob(pair[0])])
     totals = batch.reductions.batch_total(torch.cat([rows_FT, torch.ones_like(rows_FT[:1])]), batch.valid_T)
     advantage_T, log_prob_T = rows_FT - (totals[:2] / totals[2].clamp_min(1.0)).unsqueeze(-1)

@@ -276,7 +276,7 @@ def drift_control() -> Method:
 
 
 def expected_score(current_TK: Tensor, behavior_TK: Tensor, *, high: float | None = None) -> Tensor:
-    """``[T]``: the mean gradient of ``sg(min(w, high)) log pi`` over all tokens that could have been sampled.
+    """Return ``[T]``: the mean gradient of ``sg(min(w, high)) log pi`` over all tokens that could be sampled.
 
     Score centering subtracts this mean: add ``A * expected_score(...)`` to a loss ``-sg(min(w, high)) A log pi`` of
     each token. Then an advantage that all actions of a state share no longer moves the policy. Only the gradient is

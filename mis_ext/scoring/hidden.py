@@ -313,7 +313,7 @@ class _Gradients(NamedTuple):
 def _row_sums(
     head: _Head, hidden_NE: Tensor, targets: Targets, kept: SortedColumns | None, use: _Use
 ) -> tuple[RowSums, Tensor | None]:
-    """``[W, T]`` each, over the ``W`` tiles of this rank's columns; and the last tiles, if some are held."""
+    """``[W, T]`` each, over the ``W`` tiles of this rank's columns, and the last tiles, if some are held."""
     tiles = tiles_of(len(targets.token_T), targets.num_columns, hidden_NE)
     num_held = 0 if head.cap is not None else tiles.held
     places = hidden_NE.new_empty(max(num_held, 1), tiles.tokens * tiles.columns, dtype=accumulated(hidden_NE))

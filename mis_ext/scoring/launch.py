@@ -17,7 +17,7 @@ from torch import Tensor
 def kernel(function: Callable[..., None]) -> Any:
     """``triton.jit`` of a kernel that is compiled only for its compile-time arguments and dtypes, not for values.
 
-    Triton would recompile if an integer is 1 or a pointer is aligned, which differs from call to call here.
+    Triton would recompile if an integer is 1 or a pointer is aligned. Both differ from call to call here.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]
@@ -36,7 +36,7 @@ _LARGEST_INT32 = 2**31 - 1
 class Launcher:
     """Launches a ``triton.jit`` kernel whose arguments are tensors, then numbers, then compile-time constants.
 
-    At every launch, Triton checks its assumptions about the arguments, which takes longer than the launch. This class
+    At every launch, Triton checks its assumptions about the arguments. This takes longer than the launch. This class
     checks the same with less work: whether an integer is 1, a multiple of 16 or above int32, and whether pointers are
     aligned. It is not used on AMD, where Triton also assumes that tensors below 2 GB stay below 2 GB.
     """
