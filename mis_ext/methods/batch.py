@@ -320,9 +320,10 @@ class Batch:
         return self.reductions.reduce(self._of_tokens(name, pair) + self._zero_or_nan_T, mask_T, reduce)
 
     def when(self, when: When, pair: Pair) -> Tensor:
-        """``[T]`` bool: tokens for which the condition holds, by advantage or by the move of the ratio away from 1."""
-        if when == "always":
-            return torch.ones_like(self.valid_T)
+        """``[T]`` bool: tokens for which the condition holds, by advantage or by the move of the ratio away from 1.
+
+        Every condition except ``always``, for which callers need no tensor.
+        """
         if when == "positive":
             return self.advantages_T > 0.0
         if when == "negative":
