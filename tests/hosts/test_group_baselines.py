@@ -142,6 +142,8 @@ def test_a_trajectory_counts_once_and_what_is_not_trained_does_not() -> None:
     raw, found = group_rewards(host_args(grpo_std_normalization=False), FAN_OUT)
     assert raw == [1.0, 1.0, 1.0, 0.0, 1.0, 0.0, -1.0, -1.0, -1.0]
     assert found == [0.5, 0.5, 0.5, -0.5, 0.5, -0.5, 0.0, 0.0, 0.5]
+    with_empty = [*FAN_OUT, Sample(4, -1.0, response_length=0)]
+    assert group_rewards(host_args(grpo_std_normalization=False), with_empty)[1] == [*found, 0.0]
     _, found = group_rewards(host_args(), FAN_OUT)
     half = 0.5**0.5
     assert found == pytest.approx([half, half, half, -half, half, -half, 0.0, 0.0, half], rel=1e-5)

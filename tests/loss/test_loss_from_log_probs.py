@@ -198,6 +198,7 @@ def test_without_a_scoring_pass_the_current_policy_is_the_proximal_one() -> None
     [
         ({}, {"behavior_logprobs": torch.zeros(3)}, r"behavior_logprobs has shape \[3\], current_logprobs \[6, 15\]"),
         ({}, {"response_mask": torch.ones(6, 3)}, r"response_mask has \[6, 3\]: both must be \[B, L\]"),
+        ({}, {"layout": PackedLayout.whole([90]), "response_mask": torch.ones(89)}, "response_mask has 89 tokens, but"),
         ({}, {"divisors": torch.ones(2)}, r"divisors has shape \[2\], but there are 6 sequences"),
         (HOOK, {"behavior_logprobs": None}, "behavior_logprobs are missing: the correction needs them"),
         (key_of("dppo_tv"), {"behavior_logprobs": None}, "are missing, with which mis_loss_method: dppo_tv compares"),

@@ -374,6 +374,9 @@ def test_a_weight_between_the_engines_is_not_counted_twice() -> None:
     with pytest.warns(UserWarning, match="already corrects"):
         computed(keys | {"mis_guard": "warn"})
     computed(UNSET | GATES_ALONE | method)
+    # A term that compares with the behavior policy is no weight.
+    for name in ("grpo_unbiased_kl", "dro"):
+        computed(UNSET | HOOK | {"mis_guard": "error", "mis_loss_method": name})
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_without_a_change_to_show_there_is_none(gaps) -> None:
 
 
 def test_another_run_is_a_second_line_over_the_steps_of_both() -> None:
-    report = report_of({"3": 0.1, "4": 0.1}, {str(step): 0.1 for step in range(4, 24)})
+    report = report_of({"4": 0.1, "3": 0.1}, {str(step): 0.1 for step in range(4, 24)})
     found = chart(report)
     assert [len(line) for line in found.lines] == [2, 20]
     assert [x for x, _, _ in found.lines[0]] == [0.0, 5.0]

@@ -52,6 +52,7 @@ CASES = {
     "a word replaced": (lambda t: t.replace("answer", "result"), "edited"),
     "spaces collapsed": (lambda t: t.replace("\n\n", " "), "edited"),
     "another text": (lambda t: "no", "edited"),
+    "another text that ends inside a character": (lambda t: "no\ufffd", "edited"),
 }
 
 

@@ -73,6 +73,7 @@ def test_a_hosts_sample_is_sent_with_the_hosts_own_client(tokenizer_folder, monk
     with pytest.raises(ConnectionError, match="no response after 5 attempts: all connections are gone"):
         asyncio.run(generate(args, host_class(prompt="The weather"), LIMITS))
     assert calls[1][2] == {}
+    assert (own_host.Settings().max_turns, own_host.Settings().max_attempts) == (16, 60)
 
 
 @pytest.mark.parametrize(("policy", "key"), [("consistent_hashing", "abc"), ("round_robin", None), (None, None)])

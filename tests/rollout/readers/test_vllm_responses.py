@@ -124,7 +124,7 @@ def test_the_mode_is_told_by_what_the_truncation_did(name) -> None:
     parameters = SamplingParameters.from_request(request.get("sampling_params", request), server="vllm")
     for mode in ("raw", "processed"):
         rows = top_log_probs(exchange("generate", mode)[1]["choices"][0])
-        assert tell_logprobs_mode(parameters, rows) == f"{mode}_logprobs"
+        assert tell_logprobs_mode(parameters, [[], *rows]) == f"{mode}_logprobs"
         assert tell_logprobs_mode(parameters, [sorted(row)[-4:] for row in rows]) is None
     with pytest.raises(ValueError, match="these are logits"):
         tell_logprobs_mode(parameters, [[0.0, -0.1]])
