@@ -54,7 +54,7 @@ def errors_of(key: str) -> Iterator[None]:
 def check_number(
     key: str, value: Any, *, low: float, high: float, open_low: bool = False, open_high: bool = False
 ) -> float:
-    """Return ``value`` as float in ``[low, high]``; ``open_low`` and ``open_high`` exclude an end. NaN is illegal."""
+    """Return ``value`` as a float in ``[low, high]``; ``open_low``, ``open_high`` exclude an end. NaN is illegal."""
     legal = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{key} must be a number in {legal}, got {value!r}{_yaml_hint(value)}")
