@@ -456,7 +456,10 @@ def test_the_pages_have_launches_and_all_their_flags_are_found(tmp_path) -> None
         assert Path(documented.located(word, root=ROOT, own=ROOT / "yaml" / "mis.yaml")).is_file(), word
     named = documented.named_flags(ROOT)
     assert named.keys() >= {"--use-tis", "--use-rollout-logprobs", "--eps-clip"}
-    # Of the script that asks.
+    options = (ROOT / "tests/data/host_flags/names.txt").read_text().split()
+    for flag in named:
+        assert flag.startswith("--sglang-") or flag.removeprefix("--").replace("-", "_") in options, flag
+    # Options of the script itself.
     assert not named.keys() & {"--all", "--record"}
     pages = " ".join(page.read_text() for pattern in documented.PAGES for page in ROOT.glob(pattern))
     assert not [flag for flag in documented.ELSEWHERE if flag not in pages]

@@ -29,16 +29,20 @@ ELSEWHERE = {
     "--external": "ms-swift, up to its underscore",
     "--generation-config": "vLLM",
     "--logprobs-mode": "vLLM",
+    "--lora-rank": "Miles, vime",
     "--no-deps": "pip",
+    "--nproc-per-node": "torchrun",
     "--observe-training-entropy": "Miles",
-    "--request-b": "mis-ext diff, which makes the name in a loop",
     "--pause-generation-mode": "Miles",
     "--qkv-format": "Miles",
+    "--request-b": "mis-ext diff, which makes the name in a loop",
     "--return-sampling-mask": "vLLM",
     "--rollout": "ms-swift, up to its underscore",
     "--skip-actor-forward-only": "Miles",
     "--true-on-policy-mode": "Miles",
+    "--use-miles-router": "Miles",
     "--use-prometheus": "Miles",
+    "--use-score-centering": "vime, Miles",
 }
 
 
