@@ -60,7 +60,11 @@ def plain(*, rows: int, dtype: torch.dtype = torch.float32, **keys) -> Case:
 # --- what must not matter
 
 
-@pytest.mark.parametrize("head", [{}, {"soft_cap": 3.0, "logit_scale": 0.5}], ids=["plain", "capped"])
+@pytest.mark.parametrize(
+    "head",
+    [{}, {"soft_cap": 3.0, "logit_scale": 0.5}, {"entropy": "value"}],
+    ids=["plain", "capped", "no gradient of the entropy"],
+)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice encountered")
 def test_what_no_gradient_reaches_changes_nothing(backend, passes, poison, head) -> None:

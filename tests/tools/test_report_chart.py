@@ -14,7 +14,7 @@ from mis_ext.tools.report.whole_report import Report, side_by_side
 
 pytest.importorskip("jinja2")
 
-from mis_ext.tools.report.page import Chart, chart, render_page
+from mis_ext.tools.report.page import Chart, chart, render_page, tiles
 
 
 def findings(gaps: dict[str, float]) -> tuple[Findings, Collector]:
@@ -66,6 +66,24 @@ def test_without_a_change_to_show_there_is_none(gaps) -> None:
     report = report_of(gaps)
     assert chart(report) is None
     assert "<polyline" not in render_page(report)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "size", "trend"),
+    [
+        ([0.01], "good", "good"),
+        ([0.01, 0.012, 0.01], "good", "good"),
+        ([0.01, 0.013, 0.01], "good", "watch"),
+        ([0.01, 0.018, 0.01], "good", "bad"),
+        ([0.06, 0.06], "watch", "good"),
+        ([0.4, 0.4], "bad", "good"),
+    ],
+)
+def test_tiles_warn_of_a_large_k3_and_of_a_step_above_the_first(gaps, size, trend) -> None:
+    found = tiles(report_of({str(step): gap for step, gap in enumerate(gaps)}))
+    assert [tile.severity for tile in found] == [size, trend, "watch"]
+    if len(gaps) > 1:
+        assert found[1].text == f"k3 over {len(gaps)} steps, at most {k3(max(gaps)):.3g}"
 
 
 def test_another_run_is_a_second_line_over_the_steps_of_both() -> None:
