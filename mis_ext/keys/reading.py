@@ -151,10 +151,11 @@ def _idle_keys(
 ) -> tuple[Idle, ...]:
     """Conditions for keys of a correction, with legal ``values``; ``loss_keys`` has those of the full policy loss."""
     has_weight, bound = values["tis_level"] != "none", BOUNDS[values["tis_mode"]]
-    uses_low, uses_high = has_weight and bound.has_low, has_weight and bound.has_high
+    # A mode with a lower bound has an upper bound too.
+    uses_high = has_weight and bound.has_high
     low_of_gate, high_of_gate = (_inherits_bound(values, side) for side in ("lower", "upper"))
     # By default, the lower bound is 1 / the upper bound.
-    low_follows = values["tis_lower_bound"] is None and (uses_low or low_of_gate)
+    low_follows = values["tis_lower_bound"] is None and low_of_gate
     no_rs, is_scaled = given.get("use_rs") is None, given.get("tis_batch_normalize") is not None
     mode_rejects, is_alone = has_weight and bound.rejects, given.get("rs_gates") is None
     is_repeated = values["rs_level"] == values["tis_level"] and low_of_gate and high_of_gate and is_alone
@@ -175,7 +176,7 @@ def _idle_keys(
         Idle(("mis_metric_max",), not reports("k3_kl", "chi2_"), "mis_metrics has no k3_kl and no chi2"),
         Idle(("tis_mode", "tis_when", "tis_batch_normalize"), not has_weight, "tis_level is none"),
         # Existing files have a lower bound with truncate; this only warns.
-        Idle(("tis_lower_bound",), not (uses_low or low_of_gate or uses_high), _NO_BOUND),
+        Idle(("tis_lower_bound",), not (low_of_gate or uses_high), _NO_BOUND),
         Idle(("tis_upper_bound",), not (uses_high or high_of_gate or low_follows), _NO_BOUND),
         Idle(("tis_normalize_over",), not is_scaled, _NO_MEAN),
         Idle(("tis_normalize_scope",), not is_scaled and values["mis_denominator"] != "kept", _NO_MEAN),
