@@ -360,12 +360,23 @@ WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "a gate for gates": ({"gates": Gate(high=3.0)}, r"gates must be a tuple or list, got Gate\("),
     "a mapping for a gate": ({"gates": [{"high": 3.0}]}, "each of gates must be a Gate, got {'high': 3.0}"),
     "a name for names": ({"warn_only": "degenerate_behavior"}, "warn_only must be .* got 'degenerate_behavior'"),
+    "a word for a flag": ({"compile": "always"}, "compile must be auto, true or false, got 'always'"),
+    "a mean of no weight": (
+        {"weight": None, "normalize_over": "kept"},
+        "normalize_over has no effect without a weight",
+    ),
+    "a weight that only measures": ({"metrics_only": True}, "metrics_only cannot be combined with a weight or gates"),
+    "two gates of a name": ({"gates": [Gate(high=3.0, name="a")] * 2}, "two gates have the name 'a'"),
+    "a gate whose metrics are others": (
+        {"gates": [Gate(reduce="min", low=0.1, name="kept")]},
+        r"duplicate metric names \(kept_seq_fraction, kept_token_fraction\): rename the gate",
+    ),
 }
 
 
 @pytest.mark.parametrize(("parts", "message"), WRONG_PARTS.values(), ids=WRONG_PARTS)
-def test_parts_of_another_type_are_refused_in_python(parts: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+def test_wrong_parts_are_refused_in_python(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         CorrectionConfig(**parts)
 
 

@@ -551,12 +551,16 @@ def test_few_tokens_are_certain_only_with_a_tenth_of_k3(kernels, is_sure) -> Non
     assert (found.k3_share >= 0.1, found.confidence) == (is_sure, "certain" if is_sure else "possible")
 
 
-@pytest.mark.parametrize(("count", "cause"), [(2, "bf16_kernels"), (3, "expert_routing")])
-def test_two_far_tokens_are_no_tail(count, cause) -> None:
-    tokens = planted(0, count=6)
+@pytest.mark.parametrize(
+    ("kernels", "count", "cause"), [(0.01, 2, "bf16_kernels"), (0.01, 3, "expert_routing"), (0.0, 1, "expert_routing")]
+)
+def test_two_far_tokens_are_no_tail_unless_all_others_are_equal(kernels, count, cause) -> None:
+    tokens = planted(0, kernels=kernels, count=6)
     for proximal, behavior in zip(tokens.proximal[:count], tokens.behavior, strict=False):
         proximal[9], behavior[9] = -1.4, -1.1
-    assert [each.cause for each in by_report(tokens)] == [cause]
+    (found,) = by_report(tokens)
+    assert found.cause == cause
+    assert found.evidence.endswith("uncertain tokens differ, the others are equal") == (kernels == 0.0)
 
 
 @pytest.mark.parametrize(("step", "is_named"), [(2, True), (9, False)])

@@ -151,6 +151,11 @@ def test_files_are_read_one_after_the_other(tmp_path) -> None:
             {"format_version": None, "rollout_data": {"log_probs": [torch.ones(2) * 1j]}},
             "log_probs must be numbers, got",
         ),
+        ({"format_version": None, "rollout_data": []}, "contains a list, not a dict of lists"),
+        (
+            {"format_version": None, "rollout_data": {"log_probs": [torch.ones(2)]}, "cp_size": 2},
+            r"has parts of responses \(cp_size 2\) and needs response_lengths, total_lengths to join them",
+        ),
         ({"format_version": None, "rollout_data": {}, "cp_size": 0}, "cp_size must be an integer of at least 1, got 0"),
         ({"format_version": None, "rollout_data": {}, "cp_rank": "a"}, "cp_rank must be an integer of at least 0, got"),
     ],

@@ -51,7 +51,7 @@ def test_it_has_k3_of_each_step_on_whole_decades() -> None:
 
 
 def test_steps_without_a_mismatch_are_not_drawn_and_a_decade_is_the_least() -> None:
-    found = chart(report_of({"a": 0.0, "b": 0.1, "c": 0.1}))
+    found = chart(report_of({"b": 0.1, "c": 0.1, "10": 0.0}))
     assert [x for x, _, _ in found.lines[0]] == [50.0, 100.0]
     assert len(found.decades) == 2
 

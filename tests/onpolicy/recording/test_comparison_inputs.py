@@ -163,8 +163,9 @@ def test_the_culprit_row_is_found_among_many_sequences_that_came_in_any_order() 
     )
 
 
-def test_inputs_of_another_dtype_are_not_equal_unless_allowed() -> None:
-    a, b = with_inputs(VALUES, VALUES), with_inputs(VALUES + 1, VALUES.bfloat16())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64], ids=str)
+def test_inputs_of_another_dtype_are_not_equal_unless_allowed(dtype) -> None:
+    a, b = with_inputs(VALUES, VALUES), with_inputs(VALUES + 1, VALUES.to(dtype))
     assert compare(a, b).modules[0].inputs_equal is False
     assert compare(a, b, allow=("x",)).modules[0].inputs_equal is True
 
