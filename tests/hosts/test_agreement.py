@@ -407,6 +407,8 @@ def test_lengths_of_padding_count_for_padded_sequences_alone() -> None:
         assert torch.equal(output[0], call(rank, batch, args_of(qkv_format="thd"))[0])
         with pytest.raises(ValueError, match="the lengths are"):
             mis_ext.compute_mis_weights_with_cp(args_of(qkv_format="bshd"), **batch, **padded)
+        with pytest.raises(ValueError, match="bshd with context parallelism needs max_seq_lens"):
+            call(rank, batch, args_of(qkv_format="bshd"))
         return output[0]
 
     assert all(isinstance(loss, torch.Tensor) for loss in run_ranks(work, cp_size=2))

@@ -322,6 +322,7 @@ REFUSED = [
     (3, "mis_loss_method must be a mapping, got 3"),
     ({"name": "icepop", "hihg": 2.0}, "unknown parameters of mis_loss_method: icepop: 'hihg' (did you mean 'high'?)"),
     ({"name": "icepop", "high": "5e-1"}, "mis_loss_method: icepop: high must be a number in [1, inf), got '5e-1'"),
+    ({"name": "clip_cov", "seed": 1.5}, "seed must be a whole number, got 1.5"),
     ({"name": "maspo", "scale": 20.0}, "maspo: high (from scale: 20.0) must be in [20, inf), got 10.0"),
     (
         {"name": "icepop", "normalize_over": "token"},

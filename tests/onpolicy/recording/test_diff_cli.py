@@ -93,9 +93,11 @@ def test_a_map_and_allowances_are_read(tmp_path, capsys, suffix: str) -> None:
 
 
 def test_a_map_that_is_none_and_a_folder_without_dumps_are_refused(files, tmp_path) -> None:
-    (tmp_path / "map.yaml").write_text("- a list")
+    (tmp_path / "list.yaml").write_text("- a list")
+    (tmp_path / "number.yaml").write_text("model.norm: 3")
     (tmp_path / "empty").mkdir()
-    for command in ([*files, "--map", str(tmp_path / "map.yaml")], [files[0], str(tmp_path / "empty")]):
+    maps = ([*files, "--map", str(tmp_path / name)] for name in ("list.yaml", "number.yaml"))
+    for command in (*maps, [files[0], str(tmp_path / "empty")]):
         with pytest.raises(SystemExit, match="2"):
             main(["diff", *command])
 

@@ -102,6 +102,7 @@ def test_tensors_of_one_forward_share_what_says_their_tokens() -> None:
         ({"sequence": [7, 0, 7, 1], "position": [2, 5, 2, 2]}, ValueError, r"\(7, 2\) occurs twice"),
         ({"sequence": [0, -1], "position": [3, 3]}, ValueError, "sequence must be at least 0"),
         ({"sequence": [0, 0], "position": [1, 2, 3]}, ValueError, "must broadcast"),
+        ({"sequence": [0, 0], "position": [[[1, 2]]]}, ValueError, "position must have one or two dimensions"),
         ({"sequence": [0, 0], "position": [1.0, 2.0]}, TypeError, "position must hold integers"),
         ({"sequence": [0, 0], "position": [1, 2], "kept": [0, 2]}, ValueError, r"kept must be in \[0, 1\]"),
     ],
