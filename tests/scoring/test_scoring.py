@@ -300,6 +300,11 @@ def kept_as(**change: torch.Tensor) -> KeptColumns:
         ({"entropy": "gradients"}, ValueError, r"entropy must be one of gradient \| value \| none, got 'gradients'"),
         ({"logits": torch.tensor(1.0)}, ValueError, "logits must be .*, got a tensor without dimensions"),
         ({"token_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"token_T has shape \[3\], but there are 2 rows"),
+        (
+            {"logits": torch.zeros(0, 5), "row_T": torch.tensor([0, 0])},
+            ValueError,
+            "token_T has 2 tokens, but there are no rows",
+        ),
         ({"token_T": torch.zeros(2)}, TypeError, "token_T must be int64 or int32, got torch.float32"),
         ({"row_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"row_T has shape \[3\], and token_T has \[2\]"),
         (

@@ -122,6 +122,9 @@ def test_advantages_decide_who_has_a_gradient() -> None:
     dropped = outcome_of(NO_CORRECTION, unlikely, METHODS["opsm"](delta=0.5))
     assert (dropped.removed_positive, dropped.removed_negative) == (0.0, 1.0)
     assert dropped.removed_by == {"the method": 0.5}
+    both = outcome_of(CorrectionConfig(weight=None, gates=[Gate(low=0.6)]), unlikely, METHODS["opsm"](delta=0.5))
+    assert [*both.removed_by.values()] == [0.5, 0.5]
+    assert "two or more gates" in both.removed_by
 
 
 @for_each("name", [name for name, row in METHODS.items() if "reference" not in row.method.policies])
