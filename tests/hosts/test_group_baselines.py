@@ -230,7 +230,9 @@ def test_rewards_that_cannot_be_compared_are_refused() -> None:
         with pytest.raises(ValueError, match=r"mis_group_baseline='mean': no effect, because --(advantage|disable)"):
             group_rewards(host_args(**flag), [Sample(0, 1.0), Sample(0, 0.0)])
     with pytest.raises(ValueError, match="trajectory 7 of prompt 2 has samples with rewards 0 and 1"):
-        group_rewards(host_args(), [Sample(2, 1.0, rollout_id=7), Sample(2, 0.0, rollout_id=7)])
+        group_rewards(
+            host_args(), [Sample(2, reward, rollout_id=place) for reward, place in ((1.0, 7), (0.0, 7), (0.0, 8))]
+        )
 
 
 def test_equal_rewards_have_no_advantage_and_their_rounding_is_not_refused() -> None:

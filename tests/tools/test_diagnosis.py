@@ -552,10 +552,16 @@ def test_few_tokens_are_certain_only_with_a_tenth_of_k3(kernels, is_sure) -> Non
 
 
 @pytest.mark.parametrize(
-    ("kernels", "count", "cause"), [(0.01, 2, "bf16_kernels"), (0.01, 3, "expert_routing"), (0.0, 1, "expert_routing")]
+    ("kernels", "count", "size", "cause"),
+    [
+        (0.01, 2, 6, "bf16_kernels"),
+        (0.01, 3, 6, "expert_routing"),
+        (0.0, 1, 6, "expert_routing"),
+        (0.0, 2, 24, "expert_routing"),
+    ],
 )
-def test_two_far_tokens_are_no_tail_unless_all_others_are_equal(kernels, count, cause) -> None:
-    tokens = planted(0, kernels=kernels, count=6)
+def test_two_far_tokens_are_no_tail_unless_all_others_are_equal(kernels, count, size, cause) -> None:
+    tokens = planted(0, kernels=kernels, count=size)
     for proximal, behavior in zip(tokens.proximal[:count], tokens.behavior, strict=False):
         proximal[9], behavior[9] = -1.4, -1.1
     (found,) = by_report(tokens)
