@@ -103,7 +103,7 @@ def on_page_content(content: str, **_: Any) -> str:
     """Turn formulas into MathML and the roles of docstrings into links, and let long names break in tables."""
     content = FORMULA.sub(_mathml, content)
     content = CELL.sub(lambda cell: LONG_NAME.sub(_breakable, cell[0]), content)
-    content = TABLE.sub(_labelled, content)
+    content = TABLE.sub(_labeled, content)
     return SPHINX_ROLE.sub(_reference, content)
 
 
@@ -147,7 +147,7 @@ def _mathml(found: re.Match[str]) -> str:
     return f'<{found[1]} class="math">{formula}</{found[1]}>'
 
 
-def _labelled(table: re.Match[str]) -> str:
+def _labeled(table: re.Match[str]) -> str:
     """Label each cell with the name of its column, which a phone shows above it."""
     heads = [
         html.escape(html.unescape(re.sub(r"<[^>]*>", "", head)).strip(), quote=True) for head in HEAD.findall(table[0])

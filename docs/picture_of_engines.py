@@ -12,7 +12,7 @@ from evidence.pictures import save
 from matplotlib.axes import Axes
 
 DTYPES = ("bfloat16", "float32")
-# Of Okabe and Ito: told apart by everybody, and by their forms in grey.
+# Of Okabe and Ito: told apart by everybody, and by their forms in gray.
 COLORS, MARKERS = {"bfloat16": "#0072B2", "float32": "#D55E00"}, {"bfloat16": "o", "float32": "s"}
 EXACT = 1e-10
 """Where an exact 0 stands on the logarithmic axis."""

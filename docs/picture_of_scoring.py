@@ -12,7 +12,7 @@ from evidence.pictures import save
 from matplotlib.axes import Axes
 
 GIB = 2.0**30
-# Of Okabe and Ito; light and dark also in grey.
+# Of Okabe and Ito; light and dark also in gray.
 OTHERS, OURS = "#B8B8B8", "#0072B2"
 NAMES = {"miles": "Miles", "slime": "slime"}
 LOSSES = {
@@ -65,7 +65,7 @@ def read_bars(record: Path, panel: Panel) -> list[Bar]:
 
 
 def draw_scoring(record: Path, path: Path) -> None:
-    """Draw bars of the hosts' own losses in grey, of ours in blue."""
+    """Draw bars of the hosts' own losses in gray, of ours in blue."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 4.6), sharey=True, constrained_layout=True)
     for axis, panel in zip(axes, PANELS, strict=True):
         _draw(axis, read_bars(record, panel), panel.title)

@@ -32,7 +32,7 @@ class Kind(NamedTuple):
     meaning: str
 
 
-# Of Okabe and Ito, light enough for black text; the lines tell them apart in grey.
+# Of Okabe and Ito, light enough for black text; the lines tell them apart in gray.
 EXACT = Kind("#56B4E9", "-", 0.8, "as sampled, behind the same ids")
 SHIFTED = Kind("#F5DF6E", "--", 1.6, "its log-prob is of another context")
 NEVER = Kind("#EE9A5C", "-", 3.0, "nobody sampled this id")

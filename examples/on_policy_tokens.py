@@ -101,7 +101,7 @@ async def sample_conversations(port: int, checkpoint: Path, number: int) -> list
     samples = [
         Sample(
             index=index,
-            prompt=[{"role": "user", "content": f"What does section {index} of the licence grant?"}],
+            prompt=[{"role": "user", "content": f"What does section {index} of the license grant?"}],
             metadata={"num_lookups": index % 4},
         )
         for index in range(number)

@@ -13,7 +13,7 @@ import json
 import re
 from pathlib import Path
 
-PACKAGE, LICENCE = "reasoning-gym", "Apache-2.0"
+PACKAGE, LICENSE = "reasoning-gym", "Apache-2.0"
 SEED = 1
 
 
@@ -32,7 +32,7 @@ def prepare(task: str, number: int) -> dict[str, object]:
             answers.setdefault(" ".join(entry["question"].split()), str(entry["answer"]))
         if len(answers) == number:
             source = f"{PACKAGE} {importlib.metadata.version(PACKAGE)}, {task}, seed {SEED}"
-            return {"source": source, "licence": LICENCE, "questions": list(answers.items())}
+            return {"source": source, "license": LICENSE, "questions": list(answers.items())}
     raise ValueError(f"{task}: only {len(answers)} different questions with a number for an answer")
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     prepared = prepare(options.task, options.number)
     options.file.parent.mkdir(parents=True, exist_ok=True)
     options.file.write_text(json.dumps(prepared, indent=0) + "\n", encoding="utf-8")
-    print(f"{options.file}: {options.number} questions of {prepared['source']} ({LICENCE})")
+    print(f"{options.file}: {options.number} questions of {prepared['source']} ({LICENSE})")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class Policy:
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, trained on this project's licence in a fraction of a second."""
+    """A byte-level BPE tokenizer, trained on this project's license in a fraction of a second."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -12,7 +12,7 @@ first equal the judges of the tests (float64, smaller inputs of the same shape);
   as in training). Verified against ``tests/support/reference.py``; on the full inputs two runs give the same bits, and
   compiled equals eager.
 - ``baseline``: ``host_baseline.py``, a loop over samples. Verified against ``tests/support/host_loop.py``. It emits all
-  of its metrics whatever ``--metrics`` says, and normalises over valid tokens of the rank instead of over kept ones of
+  of its metrics whatever ``--metrics`` says, and normalizes over valid tokens of the rank instead of over kept ones of
   all: what is timed is each side's own reading of the configuration.
 
 Times are those of the slowest rank, from the call until its device is idle (*host*: until the call returns); all ranks
@@ -138,7 +138,7 @@ class Benchmark:
             (median,) = world.maximum([times.median])
             work = measuring.profile_device(call, next_item, world=world, seconds_per_call=median)
             row |= {"device_s": work.seconds, "collective_s": work.collective_seconds}
-            row |= {"launches": work.kernels, "copies": work.copies, "host_syncs": work.synchronisations}
+            row |= {"launches": work.kernels, "copies": work.copies, "host_syncs": work.synchronizations}
             row["extra_bytes_per_token"] = (footprint.extra or 0) / workload.num_local_tokens
         if entry.contender != "baseline" and on_gpu:
             row["never_waits"] = measuring.never_waits(call, next_item(), world)

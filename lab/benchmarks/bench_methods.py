@@ -103,7 +103,7 @@ def measure(
         "device_s": device.seconds,
         "launches": device.kernels,
         "launches_few": device_few.kernels,
-        "waits": device.synchronisations,
+        "waits": device.synchronizations,
     }
 
 

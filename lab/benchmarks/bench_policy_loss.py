@@ -243,8 +243,8 @@ def measure(name: str, call: Call, next_item: Call, *, world: World, options: ar
         "device_s": work.seconds,
         "launches": work.kernels,
         "copies": work.copies,
-        "waits": work.synchronisations,
-        "waits_inside": within_work.synchronisations,
+        "waits": work.synchronizations,
+        "waits_inside": within_work.synchronizations,
     }
 
 

@@ -22,7 +22,7 @@ half the vocabulary, or half as long samples, is the share of one rank of two.
 
 Times are from the call until the device is idle, medians. The peak is ``torch.cuda.max_memory_allocated`` minus what
 was allocated before the call, logits and micro-batch included: everything that the call needs, with the gradient of
-the logits. Launches and synchronisations are of the profiler, on a CPU ATen operations and reads of a value.
+the logits. Launches and synchronizations are of the profiler, on a CPU ATen operations and reads of a value.
 """
 
 from __future__ import annotations

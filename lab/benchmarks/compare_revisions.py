@@ -14,7 +14,7 @@ frameworks' entries, ranks over gloo, and what the commands print. Everything wh
 distance in ULPs. The exit code is 1 if something differs.
 
 **Times**: each turn gives the same numbers to NEW, to BASE, and to BASE loaded a second time, in a random order. What
-disturbs the host disturbs neighbouring calls alike, and drops out of their ratio. The table has the medians of the
+disturbs the host disturbs neighboring calls alike, and drops out of their ratio. The table has the medians of the
 ratios within a turn with 95 % confidence intervals (bootstrap); the last column, BASE against itself, says how far
 noise alone goes. NEW is slower where the whole interval lies above 1.05, which the last line says. Runs in processes of
 their own would not do: on a shared host the medians of one revision's own runs differed by up to 2. With ``--cp`` all

@@ -63,7 +63,7 @@ def main() -> None:
                 seconds[name].append((hook, reduction))
 
     print(f"{options.samples} samples of {options.length} response tokens on average, {MASKED_SHARE:.0%} masked,")
-    print(f"a geometric gate, a veto, self-normalised weights; median of {CALL_RUNS} calls in ms")
+    print(f"a geometric gate, a veto, self-normalized weights; median of {CALL_RUNS} calls in ms")
     print(f"of {'the thread' if clock is time.thread_time else 'the clock'}\n")
     print("| | names | hook | reference / hook | host reduction | sum | reference / sum |")
     print("|---|---|---|---|---|---|---|")
@@ -103,7 +103,7 @@ def _contenders(batch: dict[str, object]) -> dict[str, Callable[[], Callable[[],
 
 
 def _relaid(batch: dict[str, Any], turn: int) -> dict[str, Any]:
-    """The same tokens, of samples with other lengths: the longest gives ``turn`` of its own to its neighbour."""
+    """The same tokens, of samples with other lengths: the longest gives ``turn`` of its own to its neighbor."""
     lengths = [*batch["response_lengths"]]
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     lengths[longest] -= turn

@@ -3,14 +3,14 @@
 
 Same signature as ``mis_ext.compute_mis_weights_with_cp``. One sample after the other goes through a few dozen small
 kernels, and Python looks at the device whenever it has to decide: whether a token vetoes the sequence, and whether
-there is a minimum and a maximum to take; then once for the normaliser. Under context parallelism two collectives per
+there is a minimum and a maximum to take; then once for the normalizer. Under context parallelism two collectives per
 sample first put whole responses together, and all that is per token is cut to this rank's part again at the end.
 
 It emits every metric of the reference example that the configuration implies; there is no choice of metrics, and keys
 of mis_ext alone (``mis_*``, ``tis_normalize_*``, ``rs_gates``, the upper and the probability veto) are not read. Its
 numbers therefore differ from the package's in what docs/reference/differences.md lists: it
 divides by the mean over this rank's valid tokens, the package over kept tokens of all data-parallel ranks; with
-``yaml/miles_compat.yaml`` both agree. ``tests/support/host_loop.py`` states the same behaviour in float64.
+``yaml/miles_compat.yaml`` both agree. ``tests/support/host_loop.py`` states the same behavior in float64.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _normalizer(level: str, weights: Sequence[Tensor], masks: Sequence[Tensor]) 
     elif level == "sequence":
         mean = torch.stack([_masked_mean(w, m) for w, m in zip(weights, masks, strict=True)]).mean()
     else:
-        raise ValueError(f"the reference example cannot normalise level {level}")
+        raise ValueError(f"the reference example cannot normalize level {level}")
     return mean if mean > SMALLEST_MEAN_WEIGHT else torch.ones_like(mean)
 
 

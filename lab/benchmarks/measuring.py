@@ -91,7 +91,7 @@ class DeviceWork(NamedTuple):
     collective_seconds: float
     kernels: float
     copies: float
-    synchronisations: float
+    synchronizations: float
 
 
 def profile_device(call: Call, next_item: NextItem, *, world: World, seconds_per_call: float) -> DeviceWork:
@@ -100,7 +100,7 @@ def profile_device(call: Call, next_item: NextItem, *, world: World, seconds_per
     idle = _profiled(lambda: None, world)
     items = [next_item() for _ in range(calls)]
     busy = _profiled(lambda: [call(item) for item in items], world)
-    # Starting and stopping the profiler synchronises too.
+    # Starting and stopping the profiler synchronizes too.
     return DeviceWork(*((a - b) / calls for a, b in zip(busy, idle, strict=True)))
 
 
@@ -111,12 +111,12 @@ def _profiled(work: Callable[[], Any], world: World) -> DeviceWork:
         kept = work()
     del kept
     seconds = collective_seconds = 0.0
-    kernels = copies = synchronisations = 0
+    kernels = copies = synchronizations = 0
     # The public list builds a tree of Python objects, which takes a minute for a call of 400,000 kernels.
     for event in profiler.profiler.kineto_results.events():
         name = event.name()
         if event.device_type() == DeviceType.CPU:
-            synchronisations += "Synchronize" in name or name in BLOCKING_COPIES
+            synchronizations += "Synchronize" in name or name in BLOCKING_COPIES
             continue
         if event.is_user_annotation():
             continue
@@ -128,7 +128,7 @@ def _profiled(work: Callable[[], Any], world: World) -> DeviceWork:
             collective_seconds += event.duration_ns() * 1e-9
         else:
             seconds += event.duration_ns() * 1e-9
-    return DeviceWork(seconds, collective_seconds, kernels, copies, synchronisations)
+    return DeviceWork(seconds, collective_seconds, kernels, copies, synchronizations)
 
 
 class Dispatched(TorchDispatchMode):
@@ -169,7 +169,7 @@ def count_dispatched(call: Call, item: Item, world: World) -> Dispatched:
 
 
 def never_waits(call: Call, item: Item, world: World) -> bool:
-    """Whether a call passes under CUDA's synchronisation debug mode "error"."""
+    """Whether a call passes under CUDA's synchronization debug mode "error"."""
     world.barrier()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -34,7 +34,7 @@ from evidence.pretrained.collapse_runs import SMOOTH  # noqa: E402
 
 RUNS = Path("2026-07-19-miles-training-inference-mismatch/3.test_cases/pytorch/miles/docs/results")
 SEEDS = (42, 123, 1234)
-ARMS = {"disease": ("no correction", "black"), "cure": ("token mask, veto, normalised", "C1")}
+ARMS = {"disease": ("no correction", "black"), "cure": ("token mask, veto, normalized", "C1")}
 # Runs by step: the learning rate is 1e-5 unless the name has another.
 MORE = {
     "pt_e5m2_collapse_train": "no correction, 1234 again",

@@ -132,7 +132,7 @@ def _initialize_megatron(tp_size: int, cp_size: int) -> None:
 
 
 def vocabulary_part() -> Part:
-    """This rank among Megatron-Core's tensor-parallel ones, where it is initialised."""
+    """This rank among Megatron-Core's tensor-parallel ones, where it is initialized."""
     megatron = initialized_megatron()
     if megatron is None or megatron.get_tensor_model_parallel_world_size() == 1:
         return Part()

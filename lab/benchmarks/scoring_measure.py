@@ -28,7 +28,7 @@ def say(*words: object) -> None:
 
 
 def cost(call: measuring.Call, next_item: measuring.NextItem, *, world: World, repeats: int, budget: float) -> Row:
-    """Time until the device is idle, peak memory above what was there before the call, launches, synchronisations.
+    """Time until the device is idle, peak memory above what was there before the call, launches, synchronizations.
 
     The peak holds everything that the call allocates: copies, softmaxes, the gradient of the logits. The logits and the
     micro-batch were there before.
@@ -52,7 +52,7 @@ def cost(call: measuring.Call, next_item: measuring.NextItem, *, world: World, r
     if world.device.type == "cuda":
         work = measuring.profile_device(discarded, next_item, world=world, seconds_per_call=times.median)
         row |= {"device_s": work.seconds, "launches": work.kernels, "copies": work.copies}
-        row["host_syncs"] = work.synchronisations
+        row["host_syncs"] = work.synchronizations
     else:
         counted = measuring.count_dispatched(discarded, next_item(), world)
         row |= {"operations": counted.operations, "host_syncs": counted.reads}

@@ -109,7 +109,7 @@ def test_a_run_verifies_and_measures_every_contender_it_can(tmp_path, capsys) ->
         assert row["collectives"] == 0
         assert row["speedup"] * row["median_s"] == pytest.approx(lines[shape, config, "baseline", "any"]["median_s"])
     gated = lines["3x20", "gated MIS", "baseline", "any"]
-    # Five looks at the device per sample, one at the normaliser; what the package looks at does not grow with samples.
+    # Five looks at the device per sample, one at the normalizer; what the package looks at does not grow with samples.
     assert gated["host_syncs"] == 5 * 3 + 1
     three, one = (lines[shape, "gated MIS", "eager", "same"]["host_syncs"] for shape in ("3x20", "1x50"))
     assert three == one
@@ -191,7 +191,7 @@ def test_device_work_is_counted_by_kind_and_without_what_the_profiler_does(monke
     profiles = iter([Profile(stop), Profile(*call * measuring.PROFILED_CALLS, stop)])
     monkeypatch.setattr(measuring, "profile", lambda **_: next(profiles))
     work = measuring.profile_device(dict, dict, world=World(torch.device("cpu")), seconds_per_call=1e-3)
-    expected = measuring.DeviceWork(13e-6, 80e-6, kernels=2, copies=2, synchronisations=1)
+    expected = measuring.DeviceWork(13e-6, 80e-6, kernels=2, copies=2, synchronizations=1)
     assert work == pytest.approx(expected)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 LAB = Path(__file__).parents[1]
 PAGES = sorted((LAB / "evidence").glob("*.md"))
-# Of a PNG whose colours are a palette: a third of the size.
+# Of a PNG whose colors are a palette: a third of the size.
 PALETTE = 3
 
 

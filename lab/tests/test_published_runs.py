@@ -41,7 +41,7 @@ def test_the_table_has_each_seed_and_the_gain_of_the_last_steps(tmp_path, monkey
     published_runs.main()
     table = capsys.readouterr().out
     assert "| no correction | 1234 | 0.24 | 0.27 | 0.300 | 1.8 | 2.4 | 1.7e+02 | never |" in table
-    assert "| token mask, veto, normalised | 42 | 0.52 | 0.55 | 0.060 | 0.36 | 0.48 | 1.5e+02 | 7 |" in table
+    assert "| token mask, veto, normalized | 42 | 0.52 | 0.55 | 0.060 | 0.36 | 0.48 | 1.5e+02 | 7 |" in table
     assert "corrected minus not, by seed: +0.40 [+0.40, +0.40]" in table
     assert "not a git checkout" in table
     assert picture.stat().st_size > 1000

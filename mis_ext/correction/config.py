@@ -301,7 +301,7 @@ class CorrectionConfig:
         _ = self.rows
 
     @functools.cached_property
-    def labelled_gates(self) -> dict[str, Gate]:
+    def labeled_gates(self) -> dict[str, Gate]:
         """``gates`` by the prefix of their metrics: their name, or a default from their kind and position."""
         labels: dict[str, Gate] = {}
         bands = 0
@@ -322,7 +322,7 @@ class CorrectionConfig:
         """Every gate by label, including the gate that the weight implies."""
         implied = None if self.weight is None else self.weight.gate
         # No other label has a space.
-        return self.labelled_gates if implied is None else {"of the weight": implied, **self.labelled_gates}
+        return self.labeled_gates if implied is None else {"of the weight": implied, **self.labeled_gates}
 
     @property
     def has_token_weights(self) -> bool:

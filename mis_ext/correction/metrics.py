@@ -320,7 +320,7 @@ def rows_of(config: CorrectionConfig) -> tuple[MetricRow, ...]:
         return tuple(rows)
     if config.weight is not None:
         rows += weight_rows(config.weight)
-    for label, gate in config.labelled_gates.items():
+    for label, gate in config.labeled_gates.items():
         rows += gate_rows(label, gate)
     return (*rows, *outcome_rows(config))
 

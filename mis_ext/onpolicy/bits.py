@@ -48,7 +48,7 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _ordinal(x: Tensor) -> Tensor:
-    """Integers in the order of the floats: neighbours differ by one, and both zeros are 0."""
+    """Integers in the order of the floats: neighbors differ by one, and both zeros are 0."""
     integer = _INTEGER_OF[x.dtype]
     bits = x.contiguous().view(integer).to(torch.int64)
     return torch.where(bits < 0, torch.iinfo(integer).min - bits, bits)

@@ -90,7 +90,7 @@ def _check_shapes(logits_TV: Tensor, ids_T: Tensor, vocab_size: int | None) -> N
         raise ValueError(
             f"logits of the whole vocabulary [T, V] are needed, got shape {[*logits_TV.shape]}: log-probs of single "
             "tokens cannot be converted to another temperature or another set of tokens, because they do not "
-            "contain their normaliser"
+            "contain their normalizer"
         )
     if [*ids_T.shape] != [len(logits_TV)]:
         raise ValueError(f"logits have {len(logits_TV)} positions, but token ids have shape {[*ids_T.shape]}")

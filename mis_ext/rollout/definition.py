@@ -57,7 +57,7 @@ class Truncation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """The softmax of (logits + ``logit_bias``) / ``temperature``, renormalised over the tokens of ``truncation``.
+    """The softmax of (logits + ``logit_bias``) / ``temperature``, renormalized over the tokens of ``truncation``.
 
     Attributes:
         temperature: Above 0.
@@ -76,7 +76,7 @@ class Distribution:
         logits = f"{logits} + logit_bias" if self.logit_bias else logits
         if self.temperature != 1.0:
             logits = f"({logits}) / {self.temperature:g}" if self.logit_bias else f"{logits} / {self.temperature:g}"
-        return f"softmax({logits}), renormalised over {self.truncation}" if self.truncation else f"softmax({logits})"
+        return f"softmax({logits}), renormalized over {self.truncation}" if self.truncation else f"softmax({logits})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +135,7 @@ class LogProbDefinition:
         returned = self.returned
         if self.returns_logits:
             return (
-                "logits cannot be compared: their normaliser is unknown; start vLLM with --logprobs-mode "
+                "logits cannot be compared: their normalizer is unknown; start vLLM with --logprobs-mode "
                 "processed_logprobs"
             )
         if returned.unrepeatable:
@@ -144,7 +144,7 @@ class LogProbDefinition:
         if returned.temperature != 1.0:
             steps.append(f"divide the trainer's logits by {returned.temperature:g} before log_softmax")
         if returned.truncation:
-            steps.append(f"renormalise over the tokens that {returned.truncation} keeps")
+            steps.append(f"renormalize over the tokens that {returned.truncation} keeps")
         return (
             f"to compare: {', then '.join(steps)}"
             if steps
@@ -190,7 +190,7 @@ def define_log_probs(
     grammars = tuple(f"{name}: the forbidden tokens depend on the grammar's state" for name in parameters.grammars)
     counted = "prompt and response" if server == "vllm" else "response"
     penalties = (
-        f"{name}: {PENALTIES[name.partition('=')[0]].format(counted)}, a different normaliser at each token, which "
+        f"{name}: {PENALTIES[name.partition('=')[0]].format(counted)}, a different normalizer at each token, which "
         "one log-prob does not show"
         for name in parameters.penalties
     )
@@ -244,7 +244,7 @@ def _truncation(parameters: SamplingParameters, server: Server, backend: Samplin
         return replace(kept, mass_of="all" if is_top_p_alone else "top_k_and_min_p", keeps_ties=ties[backend])
     if backend == "pytorch":
         return replace(kept, keeps_next=True)
-    # FlashInfer's joint kernel does not support min-p: with min-p, SGLang renormalises after top-k, before top-p.
+    # FlashInfer's joint kernel does not support min-p: with min-p, SGLang renormalizes after top-k, before top-p.
     is_joint = kept.top_k is None or kept.min_p == 0.0
     return replace(kept, mass_of="all" if is_joint else "top_k", keeps_ties="all")
 
@@ -254,7 +254,7 @@ def _sglang_doubts(parameters: SamplingParameters, backend: SamplingBackend) -> 
         yield "top_k and top_p: SGLang applies top_p to the mass of top_k if the batch has a request with min_p"
     if parameters.returns_kept_ids:
         yield (
-            "return_top_p_token_ids: only slime's SGLang supports it, and renormalises over the returned ids and "
+            "return_top_p_token_ids: only slime's SGLang supports it, and renormalizes over the returned ids and "
             "the sampled id; any other server ignores it, and log(mass of the kept tokens) is missing"
         )
 

@@ -93,7 +93,7 @@ class SamplingParameters:
         grammars: ``name=value`` of each grammar or schema that the text must follow.
         processors: ``name=value`` of all other keys that forbid tokens or change logits.
         returns_kept_ids: slime's ``custom_params.return_top_p_token_ids``: its SGLang then returns the kept ids, and
-            log-probs renormalised over them.
+            log-probs renormalized over them.
         unknown: Unknown keys of the request.
         offers_tools: The model may call a tool, and the server may create a grammar from the tools.
         doubts: Settings that depend on flags of the server, one line each.

@@ -132,7 +132,7 @@ def test_on_policy_input_gives_weight_exactly_one_and_keeps_everything(weight, g
     masks = [m.clone() for m in random_samples(LENGTHS, seed=37, mask=0.7).masks]
     masks[5].zero_()
     samples = Samples(scored, [s.clone() for s in scored], masks)
-    for normalizer, denominator in [("no normaliser", "fixed"), ("kept", "kept"), ("valid, micro-batch", "fixed")]:
+    for normalizer, denominator in [("no normalizer", "fixed"), ("kept", "kept"), ("valid, micro-batch", "fixed")]:
         veto = {"rs_veto_threshold": 0.999, "rs_veto_upper_threshold": 1.001}
         keys = correction_keys(weight, gate=gate, normalizer=normalizer, mis_denominator=denominator) | veto
         pg_loss = torch.randn(sum(LENGTHS), generator=generator)
@@ -160,7 +160,7 @@ def test_the_gradient_is_exactly_the_weight_and_nothing_else_carries_gradient(we
     samples = Samples(
         [t.requires_grad_() for t in samples.train], [r.requires_grad_() for r in samples.rollout], samples.masks
     )
-    for normalizer, denominator in [("no normaliser", "fixed"), ("kept", "kept")]:
+    for normalizer, denominator in [("no normalizer", "fixed"), ("kept", "kept")]:
         keys = correction_keys(weight, gate=gate, normalizer=normalizer, mis_denominator=denominator)
         weights, standalone_masks = weights_masks(keys, samples)
         pg_loss = torch.linspace(-2, 2, sum(LENGTHS)).requires_grad_()
@@ -186,7 +186,7 @@ def test_a_rejected_outlier_does_not_shrink_the_survivors():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_normaliser_of_a_batch_that_is_rejected_entirely_is_one(level):
+def test_the_normalizer_of_a_batch_that_is_rejected_entirely_is_one(level):
     samples = Samples([torch.tensor([-1.0, -2.0])], [torch.tensor([-8.0, -9.0])], [torch.ones(2)])
     keys = {"use_tis": True, "tis_level": level, "tis_mode": "mask", "tis_batch_normalize": True}
     keys |= ALL | {"mis_denominator": "kept"}

@@ -57,7 +57,7 @@ def test_two_runs_give_the_same_bits() -> None:
 
 # Two data-parallel ranks are all that the judge's calls are made for.
 ON_GPUS = TOPOLOGIES | {"CP 8": (8, 1), "CP 4 x DP 2": (4, 2)}
-# Every level, gate, normaliser and veto.
+# Every level, gate, normalizer and veto.
 SETTINGS = [(keys | {"mis_compile": False}, per_token_loss) for keys, per_token_loss in grid()[9::29]]
 # Each compiles for some ten seconds, on every rank.
 COMPILED = [(keys | {"mis_compile": True}, per_token_loss) for keys, per_token_loss in SETTINGS[::4]]

@@ -38,7 +38,7 @@ import mis_ext
 from mis_ext.correction.layout import PackedStreams
 
 FUZZ = searching(15)
-# Weights are applied as they are: a normaliser belongs to the batch.
+# Weights are applied as they are: a normalizer belongs to the batch.
 KEYS = st.builds(
     correction_keys, st.sampled_from(WEIGHTS), gate=st.sampled_from(GATES), veto=st.sampled_from(list(VETOES))
 )

@@ -65,9 +65,9 @@ def assert_hook_agrees(keys: dict, samples: Samples, *, per_token_loss: bool = F
 
 # Every gate and every weight has its turn, and two of three points the batch with broken tokens.
 @pytest.mark.parametrize(("weight", "gate"), GRID[::5])
-def test_the_hook_agrees_for_every_veto_normaliser_and_denominator(weight, gate):
-    normalizers = ["no normaliser"] if weight[0] == "none" else ["no normaliser", "kept", "valid, micro-batch"]
-    # Half of the points with each gate, a chessboard of all three, and those of its neighbour are the other half.
+def test_the_hook_agrees_for_every_veto_normalizer_and_denominator(weight, gate):
+    normalizers = ["no normalizer"] if weight[0] == "none" else ["no normalizer", "kept", "valid, micro-batch"]
+    # Half of the points with each gate, a chessboard of all three, and those of its neighbor are the other half.
     vetoes, start = ["no veto", "low veto", "all vetoes"], GATES.index(gate)
     cells = itertools.product(enumerate(vetoes), enumerate(normalizers), enumerate(["fixed", "kept"]))
     points = [[name for _, name in cell] for cell in cells if (sum(at for at, _ in cell) + start) % 2 == 0]
@@ -81,7 +81,7 @@ TURNS = [
     ("finite", "no veto", "kept"),
     ("broken", "high veto", "valid"),
     ("broken", "no veto", "kept"),
-    ("broken", "probability veto", "no normaliser"),
+    ("broken", "probability veto", "no normalizer"),
     ("finite", "high veto", "valid"),
 ]
 

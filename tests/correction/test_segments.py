@@ -10,7 +10,7 @@ import torch
 from cases import args_of, flat, random_samples, sprinkle
 from drawn_configs import Balanced, correct_point, draw_point
 from reference import Samples, correct
-from synchronisation import ENOUGH, call, recorded
+from synchronization import ENOUGH, call, recorded
 from thread_ranks import run_ranks
 from zigzag import local_tokens
 

@@ -40,7 +40,7 @@ def matrices(draw: st.DrawFn) -> tuple[torch.Tensor, int, str]:
 
 @given(matrices())
 @settings(max_examples=10, deadline=None)
-def test_every_block_is_quantised_by_its_own_largest_number(case: tuple[torch.Tensor, int, str]) -> None:
+def test_every_block_is_quantized_by_its_own_largest_number(case: tuple[torch.Tensor, int, str]) -> None:
     weight, size, method = case
     form = FORMATS[method]
     numbers, scale = quantize(weight, form, size)

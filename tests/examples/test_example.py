@@ -246,7 +246,7 @@ def examine(
     shape = ModelShape(max_length=task.max_length)
     trainer = Trainer(args, shape, ranks)
     with torch.no_grad():
-        # Weights as initialised give nearly uniform distributions.
+        # Weights as initialized give nearly uniform distributions.
         for name, weight in trainer.state_dict()["model"].items():
             if "_extra_state" not in name:
                 weight.mul_(4 if weight.dim() == 2 else 1.5)
@@ -322,7 +322,7 @@ def score_and_train(path: Path) -> None:
         cases = [(loss, name) for loss, names in LOSSES.items() for name in names if name.startswith(parallel)]
         for loss, topology in cases:
             flags = ["--context-parallel-size", str(cp_size), "--qkv-format", topology.split()[-1], *SMALL_RUN]
-            # Four samples in a call over all data-parallel ranks, the scope of normalisation and group metrics.
+            # Four samples in a call over all data-parallel ranks, the scope of normalization and group metrics.
             flags += ["--num-steps-per-rollout", "1", "--micro-batch-size", "4" if cp_size == 2 else "2"]
             flags += {"per token": ["--calculate-per-token-loss"], "whole loss": WHOLE_LOSS}.get(loss, [])
             is_own = loss == "per sample"

@@ -316,7 +316,7 @@ def test_prepared_questions_are_drawn_and_the_last_number_of_an_answer_counts(
 ) -> None:
     file = tmp_path / "questions.json"
     asked = {f"How many are {number} and 1,233?": str(number + 1233) for number in range(64)}
-    file.write_text(json.dumps({"source": "here", "licence": "none", "questions": [*asked.items()]}))
+    file.write_text(json.dumps({"source": "here", "license": "none", "questions": [*asked.items()]}))
     task = QuestionTask(f"prepared:{file}", checkpoint.tokenizer, response_length=8)
     learned, held_out = ({task.sample(Random(seed), held_out=kind).text for seed in range(300)} for kind in (0, 1))
     assert learned | held_out == asked.keys()

@@ -298,7 +298,7 @@ def test_tied_embeddings_work_and_a_killed_trainer_leaves_no_process(tmp_path):
 
 
 @torch.no_grad()
-def test_fp8_weights_are_quantised_anew_at_every_update(tmp_path):
+def test_fp8_weights_are_quantized_anew_at_every_update(tmp_path):
     config = Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False)
     quantizer = BlockQuantizer.create("fp8", {n: tuple(t.shape) for n, t in make_model(config, 1).state_dict().items()})
     engine = SGLangEngine(hf_config=config, seed=0, workdir=tmp_path, settings={"quantization": "fp8"})

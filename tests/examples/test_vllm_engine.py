@@ -97,7 +97,7 @@ def make_model(seed):
 
 @torch.no_grad()
 def largest_difference(model, completions, *, temperature, top_p=1.0):
-    """From what transformers says of the tokens, renormalised over the share that may be drawn."""
+    """From what transformers says of the tokens, renormalized over the share that may be drawn."""
     found = 0.0
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         ids = torch.tensor(completion.token_ids)

@@ -199,13 +199,13 @@ def test_a_small_top_p_makes_many_probable_tokens_certain(seed) -> None:
 
 @SEEDS
 @pytest.mark.filterwarnings("error")
-def test_a_normaliser_in_bfloat16_may_leave_a_little_above_0(seed) -> None:
+def test_a_normalizer_in_bfloat16_may_leave_a_little_above_0(seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits, rest = 18.0 + torch.rand(300, generator=generator), torch.randn(300, generator=generator) + 10.0
-    normaliser = torch.stack([logits, rest]).logsumexp(0)
-    behavior = logits - normaliser.bfloat16().float()
+    normalizer = torch.stack([logits, rest]).logsumexp(0)
+    behavior = logits - normalizer.bfloat16().float()
     assert (behavior > 0.0).float().mean() > 0.01
-    call([logits - normaliser], [behavior])
+    call([logits - normalizer], [behavior])
 
 
 @SEEDS

@@ -44,7 +44,7 @@ TOPOLOGIES = {
     "TP 2 x CP 2": (2, 2, 1),
     "TP 2 x DP 2": (2, 1, 2),
 }
-"""Sizes of the tensor-, context-, and data-parallel groups; tensor-parallel ranks are neighbours."""
+"""Sizes of the tensor-, context-, and data-parallel groups; tensor-parallel ranks are neighbors."""
 REDUCER = "custom_pg_loss_reducer_function_path"
 OF_HOOK = [
     {},

@@ -3,8 +3,8 @@
 
 The example's metrics of tokens are compared as the mean of each sample, which is what the hosts plot.
 
-Left out, because the example is wrong there: geometric normalisation (it raises), NaN under a mask (it poisons the
-sequence), a fully masked sample inside a sequence normaliser (it counts as weight 0), a normaliser below 1e-8 (it is
+Left out, because the example is wrong there: geometric normalization (it raises), NaN under a mask (it poisons the
+sequence), a fully masked sample inside a sequence normalizer (it counts as weight 0), a normalizer below 1e-8 (it is
 then not applied), and k3 of a log-ratio above 20 (one token then is the whole curve).
 """
 
@@ -32,7 +32,7 @@ def assert_equal(what: str, actual: torch.Tensor, expected: torch.Tensor) -> Non
 
 
 def together(level: str, mode: str) -> list[tuple[bool, bool]]:
-    """Whether there is a veto, and a normaliser: all four pairs, spread over the modes."""
+    """Whether there is a veto, and a normalizer: all four pairs, spread over the modes."""
     pairs = [(False, True), (True, False)] if mode == "mask" else [(False, False), (True, True)]
     return [(veto, normalize and level != "geometric") for veto, normalize in pairs]
 

@@ -115,11 +115,11 @@ class Costly:
 
     @property
     def use_distributed_optimizer(self) -> bool:
-        raise RuntimeError("not initialised yet")
+        raise RuntimeError("not initialized yet")
 
     @property
     def world_size(self) -> int:
-        raise RuntimeError("not initialised yet")
+        raise RuntimeError("not initialized yet")
 
     @property
     def use_cuda_graph(self) -> bool:
@@ -135,9 +135,9 @@ def test_a_property_of_ours_that_raises_is_not_taken_for_absent() -> None:
     class Args:
         @property
         def tis_upper_bound(self) -> float:
-            raise RuntimeError("not initialised yet")
+            raise RuntimeError("not initialized yet")
 
-    with pytest.raises(RuntimeError, match="not initialised yet"):
+    with pytest.raises(RuntimeError, match="not initialized yet"):
         session_for(Args())
 
 

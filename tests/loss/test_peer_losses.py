@@ -13,7 +13,7 @@ from typing import NamedTuple
 import peer_cases
 import pytest
 import torch
-from synchronisation import READERS
+from synchronization import READERS
 
 from mis_ext.hosts.nemo_rl import MisLoss
 from mis_ext.hosts.prime_rl import loss

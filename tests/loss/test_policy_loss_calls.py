@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole loss as it is called: what it refuses, recomputation, synchronisations, and a plain Megatron-Core loop."""
+"""The whole loss as it is called: what it refuses, recomputation, synchronizations, and a plain Megatron-Core loop."""
 
 import re
 import warnings
@@ -12,7 +12,7 @@ import loss_cases
 import pytest
 import torch
 from loss_cases import GATES, HOOK, KL
-from synchronisation import recorded
+from synchronization import recorded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint

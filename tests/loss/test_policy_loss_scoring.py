@@ -13,7 +13,7 @@ from host_stand_ins import HOSTS, called, running
 from loss_cases import GATES, TOP_P
 from parallel_worker import Counter
 from process_ranks import on_processes
-from synchronisation import recorded
+from synchronization import recorded
 from thread_ranks import Rank, run_ranks
 from torch.utils._pytree import tree_leaves
 

@@ -7,7 +7,7 @@ import method_losses
 import pytest
 import torch
 from method_cases import apply, make_data, parameters
-from synchronisation import recorded
+from synchronization import recorded
 from thread_ranks import run_ranks
 from zigzag import local_tokens
 
@@ -21,7 +21,7 @@ CHOSEN = {
     **{name: row(**parameters(name)) for name, row in METHODS.items() if name != NEEDS_ALL_TOKENS},
     "segment weights": Method(surrogate=Score(), factors=(PairWeight(pair=MISMATCH, level="segment"),)),
     "prefix weights": Method(surrogate=Score(), factors=(PairWeight(pair=MISMATCH, level="prefix"),)),
-    "normalised tokens": Method(surrogate=Score(), factors=(PairWeight(pair=MISMATCH),), normalize_over="tokens"),
+    "normalized tokens": Method(surrogate=Score(), factors=(PairWeight(pair=MISMATCH),), normalize_over="tokens"),
 }
 TOPOLOGIES = [(2, 1, "zigzag"), (4, 1, "zigzag"), (1, 2, "zigzag"), (2, 2, "contiguous")]
 PROMPTS = [3, 1, 9, 2]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from method_cases import apply, make_data
 from method_losses import psis
-from synchronisation import recorded
+from synchronization import recorded
 from thread_ranks import run_ranks
 
 from mis_ext.methods import Method, Score

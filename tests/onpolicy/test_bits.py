@@ -8,7 +8,7 @@ from mis_ext.onpolicy.bits import FLOAT_DTYPES, same_bits, ulp_distance
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_neighbours_are_one_ulp_apart_on_both_sides_of_zero(dtype):
+def test_neighbors_are_one_ulp_apart_on_both_sides_of_zero(dtype):
     values = torch.tensor([1.0, -1.0, 0.0, 3.5, -2e-5], dtype=dtype)
     up = torch.nextafter(values, torch.full_like(values, math.inf)) if dtype != torch.float16 else None
     if up is None:

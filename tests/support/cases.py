@@ -31,7 +31,7 @@ VETOES: dict[str, dict] = {
     "all vetoes": {"rs_veto_threshold": 0.01, "rs_veto_upper_threshold": 100.0, "rs_veto_probability": 0.02},
 }
 NORMALIZERS: dict[str, dict] = {
-    "no normaliser": {},
+    "no normalizer": {},
     "kept": {"tis_batch_normalize": True},
     "kept, micro-batch": {"tis_batch_normalize": True, "tis_normalize_scope": "micro_batch"},
     "valid": {"tis_batch_normalize": True, "tis_normalize_over": "valid"},
@@ -45,7 +45,7 @@ SPECIALS = [math.nan, math.inf, -math.inf, -1e4]
 
 
 def correction_keys(
-    weight: tuple[str, str], *, gate: str = "no gate", veto: str = "no veto", normalizer: str = "no normaliser", **more
+    weight: tuple[str, str], *, gate: str = "no gate", veto: str = "no veto", normalizer: str = "no normalizer", **more
 ) -> dict:
     """Flat keys of one point of the grid, without keys that would have no effect there."""
     level, mode = weight

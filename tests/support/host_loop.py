@@ -136,7 +136,7 @@ def host_normalizer(level: str, weights: list[torch.Tensor], masks: list[torch.T
     elif level == "sequence":
         mean = sum(float(masked_mean(w, m)) for w, m in zip(weights, masks, strict=True)) / len(weights)
     else:
-        raise ValueError(f"the reference example cannot normalise level {level}")
+        raise ValueError(f"the reference example cannot normalize level {level}")
     return mean if mean > 1e-8 else 1.0
 
 

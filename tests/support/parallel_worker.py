@@ -73,7 +73,7 @@ def grid() -> list[tuple[dict, bool]]:
     vetoes = ["no veto", "low veto", "high veto", "probability veto", "all vetoes"]
     out = []
     for weight in WEIGHTS:
-        normalizers = ["no normaliser", "kept", "kept, micro-batch", "valid", "valid, micro-batch"]
+        normalizers = ["no normalizer", "kept", "kept, micro-batch", "valid", "valid, micro-batch"]
         for gate in GATES:
             for normalizer in normalizers if weight[0] != "none" else normalizers[:1]:
                 turn = len(out)

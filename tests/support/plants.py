@@ -82,7 +82,7 @@ def very_stale_prefix(made: Engines) -> Engines:
     return stale_prefix(made, 0.5)
 
 
-def quantised(made: Engines) -> Engines:
+def quantized(made: Engines) -> Engines:
     return made._replace(behavior=made.behavior + made.noise(0.12))
 
 
@@ -299,7 +299,7 @@ SINGLE: dict[str, tuple[str, Callable[[int], Tokens]]] = {
     "equal": ("equal", lambda seed: planted(seed, kernels=0.0)),
     "kernels": ("bf16_kernels", planted),
     "a pretrained model's kernels": ("bf16_or_low_precision", lambda seed: planted(seed, kernels=0.07)),
-    "quantised": ("low_precision", lambda seed: planted(seed, [quantised])),
+    "quantized": ("low_precision", lambda seed: planted(seed, [quantized])),
     "far apart": ("large_mismatch", lambda seed: planted(seed, [older])),
 }
 """The cause that is planted alone, and its tokens."""
@@ -310,7 +310,7 @@ IN_ENGINE = {
     experts: "expert_routing",
     stale_prefix: "stale_prefix_cache",
     very_stale_prefix: "stale_prefix_cache",
-    quantised: "low_precision",
+    quantized: "low_precision",
     older: "large_mismatch",
 }
 IN_LOG_PROBS = {
@@ -320,13 +320,13 @@ IN_LOG_PROBS = {
     foreign: "other_text",
 }
 MIXTURES = (
-    *((change, rounded) for change in (older, stale_prefix, experts, quantised, colder, nucleus)),
-    *((change, few_sentinels) for change in (colder, nucleus, experts, quantised, older, foreign)),
-    *((change, foreign) for change in (nucleus, colder, quantised)),
-    *((change, some_shifted) for change in (colder, quantised, nucleus)),
-    (quantised, nucleus),
+    *((change, rounded) for change in (older, stale_prefix, experts, quantized, colder, nucleus)),
+    *((change, few_sentinels) for change in (colder, nucleus, experts, quantized, older, foreign)),
+    *((change, foreign) for change in (nucleus, colder, quantized)),
+    *((change, some_shifted) for change in (colder, quantized, nucleus)),
+    (quantized, nucleus),
     (stale_prefix, experts),
-    (quantised, very_stale_prefix),
+    (quantized, very_stale_prefix),
     (colder, foreign, few_sentinels),
 )
 """Changes that are planted together, in this order."""

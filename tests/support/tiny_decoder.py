@@ -70,7 +70,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.attention = Norm(), Attention()
-        # No SiLU: torch's vectorised exp and its scalar one, for the last elements of a tensor, differ by an ULP.
+        # No SiLU: torch's vectorized exp and its scalar one, for the last elements of a tensor, differ by an ULP.
         self.mlp = nn.Sequential(Norm(), RowLinear(HIDDEN, FFN), nn.ReLU(), RowLinear(FFN, HIDDEN))
 
     def forward(self, hidden: Tensor, tokens: list[tuple[int, int]]) -> Tensor:

@@ -27,9 +27,9 @@ OPTIONS = {
 } | {
     "two criteria": {"rollout_rs": "token_k1, seq_max_k3,token_k1", "rollout_rs_threshold": "0.7_1.5,0.3"},
     "two criteria, one threshold": {"rollout_rs": "token_k2,seq_mean_k3", "rollout_rs_threshold": 0.05},
-    "token, normalised": {"rollout_is": "token", "rollout_is_threshold": 1.3, "rollout_is_batch_normalize": True},
-    "sequence, normalised": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
-    "normalised before rejection": {
+    "token, normalized": {"rollout_is": "token", "rollout_is_threshold": 1.3, "rollout_is_batch_normalize": True},
+    "sequence, normalized": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
+    "normalized before rejection": {
         "rollout_is": "token",
         "rollout_is_batch_normalize": True,
         "rollout_rs": "token_k1",

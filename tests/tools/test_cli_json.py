@@ -221,8 +221,8 @@ def test_the_command_alone_prints_its_commands(capsys) -> None:
     [
         (["reprot", "x"], "mis-ext: error: unknown command 'reprot' (did you mean 'report'?)"),
         (
-            ["report", "x", "--tokeniser", "y"],
-            "mis-ext report: error: unrecognized arguments: --tokeniser (did you mean",
+            ["report", "x", "--tokenzer", "y"],
+            "mis-ext report: error: unrecognized arguments: --tokenzer (did you mean",
         ),
     ],
 )

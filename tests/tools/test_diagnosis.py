@@ -79,7 +79,7 @@ def test_the_report_names_the_planted_cause_and_nothing_else(plant) -> None:
     assert named == [(cause, cause in MISTAKES)]
 
 
-AUDITED = {"quantised", "equal", "old versions", "another text"}
+AUDITED = {"quantized", "equal", "old versions", "another text"}
 
 
 # It measures sample by sample, 20 times as long, and then asks the same table: what shows in whole samples is planted
@@ -150,7 +150,7 @@ def test_what_a_line_or_a_place_may_be_stands_among_the_alternatives() -> None:
     of_place = planted(0, [lambda made: made._replace(behavior=made.behavior + made.noise(0.2) * ends)], count=112)
     assert any("begins at a position" in words for words in alternatives(of_place))
     assert not any(
-        "together with it" in words or "position" in words for words in alternatives(planted(0, [plants.quantised]))
+        "together with it" in words or "position" in words for words in alternatives(planted(0, [plants.quantized]))
     )
 
 

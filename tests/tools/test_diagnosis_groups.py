@@ -126,7 +126,7 @@ def test_responses_that_are_far_with_hardly_any_k3_are_no_group() -> None:
 # --- penalties
 
 
-def penalised(size: float, *, has_ids: bool = True, count: int = COUNT) -> Part:
+def penalized(size: float, *, has_ids: bool = True, count: int = COUNT) -> Part:
     """An engine that takes something from the logits of tokens that it has sampled."""
     made = engines(5, count=count)
     generator, behavior = torch.Generator().manual_seed(0), made.behavior.clone()
@@ -143,19 +143,19 @@ def penalised(size: float, *, has_ids: bool = True, count: int = COUNT) -> Part:
 
 @pytest.mark.parametrize("size", [0.2, 1.0])
 def test_a_penalty_is_seen_where_ids_are_recorded(size) -> None:
-    found = next(each for each in diagnosed(penalised(size)) if each.cause == "penalties")
+    found = next(each for each in diagnosed(penalized(size)) if each.cause == "penalties")
     assert (found.is_fault, found.confidence) == (True, "likely")
     assert found.k3_share > 0.2
     assert "that occurred before in their response more probable" in found.evidence
 
 
 def test_no_penalty_is_seen_without_ids_or_of_too_few_tokens_or_where_there_is_none() -> None:
-    assert "penalties" not in causes(penalised(1.0, has_ids=False))
-    assert "penalties" not in causes(penalised(0.0))
-    assert "penalties" not in causes(penalised(0.002))
+    assert "penalties" not in causes(penalized(1.0, has_ids=False))
+    assert "penalties" not in causes(penalized(0.0))
+    assert "penalties" not in causes(penalized(0.002))
     # Repeated tokens are up more often than others, beyond chance: by 16 % of them, and not by 25 %.
-    assert "penalties" not in causes(penalised(0.006, count=224))
-    first = penalised(1.0, count=1)
+    assert "penalties" not in causes(penalized(0.006, count=224))
+    first = penalized(1.0, count=1)
     few = Part.of_lists(
         proximal=[first.tokens.log_pi[:40]],
         behavior=[first.tokens.log_mu[:40]],
@@ -276,7 +276,7 @@ def test_the_headline_names_the_cause_and_a_correction_comes_second() -> None:
     # However small it is, stale weights are among what it may be.
     assert any(words.startswith("stale weights") for words in diagnosed(*grown)[0].alternatives)
     # Nothing but a size: no cause is made up.
-    headline, reasons = headline_of(*steps_of(plants.quantised))
+    headline, reasons = headline_of(*steps_of(plants.quantized))
     assert headline.startswith("No candidate")
     assert [words[:23] for words in reasons[1:]] == ["With up-to-date weights", "At a k3 of 0.03 publish"]
     _, reasons = headline_of(*steps_of(lambda made: made._replace(behavior=made.behavior + made.noise(0.4))))

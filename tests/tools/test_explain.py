@@ -235,7 +235,7 @@ def test_every_preset_is_explained_in_words_and_as_json(capsys) -> None:
         steps = [step["name"] for step in found["steps"]]
         assert steps[0] == "ratio"
         assert (f"weight, {config.weight.level}" in steps) if config.weight is not None else len(steps) == 1
-        assert all(any(label in step for step in steps) for label in config.labelled_gates)
+        assert all(any(label in step for step in steps) for label in config.labeled_gates)
         assert ("normalize" in steps) == (config.normalize_over is not None)
         assert main(["explain", name]) == 0
         shown = " ".join(capsys.readouterr().out.split())

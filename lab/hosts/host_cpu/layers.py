@@ -124,7 +124,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.eps = config.layernorm_epsilon
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Normalise, then multiply."""
+        """Normalize, then multiply."""
         normed = rms_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self.eps)
         return super().forward(normed, *args, **kwargs)
 

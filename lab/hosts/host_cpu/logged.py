@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 _ENTRY = re.compile(r" - (?P<kind>step|perf|rollout) (?P<index>\d+): (?P<values>\{.*\})")
 _BARE_FLOAT = re.compile(r"(?<=[:\s])(-?)(nan|inf)(?=[,}\s])")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 MODEL_BUILT = "number of parameters on"
 
 
@@ -25,7 +25,7 @@ class Logged:
         steps: ``train/*`` of each optimizer step.
         rollouts: ``rollout/*`` of each rollout.
         perf: ``perf/*`` of each rollout.
-        text: All of it, without colours.
+        text: All of it, without colors.
     """
 
     steps: list[dict[str, float]]
@@ -50,7 +50,7 @@ def read_log(text: str) -> Logged:
     Raises:
         ValueError: A line of numbers cannot be read, or one kind's numbers are not 0, 1, 2, ...
     """
-    text = _COLOUR.sub("", text)
+    text = _COLOR.sub("", text)
     found: dict[str, list[dict[str, float]]] = {"step": [], "rollout": [], "perf": []}
     for kind, index, values in _entries(text):
         if values in found[kind][-1:]:

@@ -4,7 +4,7 @@
 Miles' Megatron trainer imports every way to send weights to an engine, used or not. One of them needs Mooncake, and
 classes that only Miles' own SGLang has: names here, which do nothing. Both hosts assign to a field of `ServerArgs` that
 are final what stands there already, before they start an engine; the older SGLang of their images lets them. And around
-new weights Miles calls two endpoints, which SGLang 0.5.23 has, for quantised weights.
+new weights Miles calls two endpoints, which SGLang 0.5.23 has, for quantized weights.
 """
 
 import importlib
@@ -34,7 +34,7 @@ def complete(module: ModuleType) -> None:
 
 
 def complete_engine(module: Any) -> None:
-    """Let a host start this SGLang, and Miles send it weights that are not quantised."""
+    """Let a host start this SGLang, and Miles send it weights that are not quantized."""
     original = module.ServerArgs.__setattr__
 
     def set_what_differs(self: Any, name: str, value: Any) -> None:

@@ -29,7 +29,7 @@ class EngineSpec:
         dtype: Of the weights and of the computation: ``float32`` or ``bfloat16``.
         cache: Dtype of keys and values; ``auto`` is ``dtype``. Also ``fp8_e5m2`` and ``fp8_e4m3``.
         weights: ``fp8_e4m3`` rounds every matrix but routers to it, with one scale per row, before the engine gets it.
-            ``fp8_blocks`` and ``int8_blocks`` quantise the projections in blocks, and the engine multiplies in 8 bits.
+            ``fp8_blocks`` and ``int8_blocks`` quantize the projections in blocks, and the engine multiplies in 8 bits.
             ``mantissa_N`` rounds every matrix but routers to N bits of mantissa, ``int4`` the projections to integers
             of 4 bits with a scale for 32 in a row; the engine multiplies them in its dtype.
         cache_scale: Keys and values are divided by it before a cache of 8 bits rounds them.

@@ -88,12 +88,12 @@ class SGLangRunner:
         batch_size: Prompts of every call. CUDA graphs are captured for this size only.
         max_length: Tokens of a prompt and its response, at most the configuration's ``max_position_embeddings``.
         settings: Arguments of SGLang's ``ServerArgs``, above the defaults here: ``{"kv_cache_dtype": "fp8_e5m2"}``.
-        quantizer: The checkpoint is quantised by it, and ``load`` takes what its ``quantize`` returns.
+        quantizer: The checkpoint is quantized by it, and ``load`` takes what its ``quantize`` returns.
         cache_scale: Of keys and values in a cache of 8 bits.
         seed: Of the first weights and of the sampler, which has its own stream of random numbers.
 
     Raises:
-        ValueError: ``max_length`` is too long, or the weights would be quantised, which ``load`` cannot write.
+        ValueError: ``max_length`` is too long, or the weights would be quantized, which ``load`` cannot write.
         RuntimeError: The process already has a process group, or SGLang's model has tensors that are not in the
             transformers model, or of another shape: on a CPU it pads experts' widths to multiples of 64.
     """
@@ -139,7 +139,7 @@ class SGLangRunner:
             shapes = _write_checkpoint(hf_config, Path(folder), quantizer, seed=seed, is_empty=is_empty)
             arguments: dict[str, Any] = {
                 "model_path": folder,
-                # With quantised weights it would draw scales of the cache too.
+                # With quantized weights it would draw scales of the cache too.
                 **({"load_format": "dummy"} if is_empty and quantizer is None else {}),
                 "skip_tokenizer_init": True,
                 "dtype": "bfloat16",
@@ -512,7 +512,7 @@ def _write_checkpoint(
 ) -> dict[str, torch.Size]:
     """Write random weights; return the name and shape of each in the file. In memory transformers joins experts.
 
-    Empty: nothing is drawn. SGLang makes its own weights, or reads zeros where they are quantised.
+    Empty: nothing is drawn. SGLang makes its own weights, or reads zeros where they are quantized.
     """
     from transformers import AutoModelForCausalLM
 

@@ -264,7 +264,7 @@ _EXACT = _names("""
 
 _WITH_FACTOR = frozenset({aten.sub.Scalar, aten.rsub.Scalar, aten.add.Scalar, aten.add_.Scalar, aten.sub_.Scalar})
 
-# Operators that move, select, count or sample values; that normalise each row separately on every device; or that are
+# Operators that move, select, count or sample values; that normalize each row separately on every device; or that are
 # over the batch by definition (losses, sums over a batch). From models of transformers, Megatron-Core and SGLang.
 _PASSING = _names("""
     _assert_async _chunk_cat _copy_from _functional_assert_async _is_all_true _is_any_true _local_scalar_dense

@@ -2,7 +2,7 @@
 """Softmax, mean, sum and RMSNorm on CUDA with a fixed order per row: one program per row, in blocks from left to right.
 
 Each lane of a block sums its own column of the blocks, and the lanes are summed last. So the order of additions depends
-only on the width of a row. For the same reason only softmax, whose sum is over integers, is specialised for alignment,
+only on the width of a row. For the same reason only softmax, whose sum is over integers, is specialized for alignment,
 which changes the assignment of lanes to threads.
 
 float32, bfloat16 and float16; sums and exponentials are float32 within a row.

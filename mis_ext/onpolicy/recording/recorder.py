@@ -39,7 +39,7 @@ def record(
     of ``model`` are recorded, and nothing in a backward pass, which may recompute activations. Hooks do not see inside
     a compiled or captured graph, and are not part of code that is compiled in the block.
 
-    Inputs are labelled by the parameters of the module's ``forward``, also if passed by position. Tensors are found in
+    Inputs are labeled by the parameters of the module's ``forward``, also if passed by position. Tensors are found in
     tuples, lists and mappings, and in returned dataclasses. Inputs that are not per token, such as masks, caches and
     parameters, are only listed. Numbers and strings are not recorded.
 

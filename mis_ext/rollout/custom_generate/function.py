@@ -422,7 +422,7 @@ class Episode:
             meta_info = endpoint.meta_info(response)
             is_outdated = "extra_key" in request and weights is not None and weights.is_outdated(meta_info)
             # Only the start of the request decides, not its result, so a repetition does not bias the responses.
-            # Without a reported start, it would favour short responses.
+            # Without a reported start, it would favor short responses.
             if is_last or not is_outdated or was_aborted(meta_info) or not meta_info.get("weight_versions"):
                 break
         request_id = f"sample {self.sample.index}, turn {turn.number}"

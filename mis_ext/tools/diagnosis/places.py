@@ -108,7 +108,7 @@ def prefix(left: Left) -> Found | None:
         f"{others.shift[0]:.2g} in later ones",
         k3_share=others.excess_over(one) / total if total else math.nan,
         advice=f"{_PREFIX_ADVICE} If that is done, check that later turns are scored with the ids that were sampled.",
-        alternatives=("turns that were tokenised again", OTHER_CACHES),
+        alternatives=("turns that were tokenized again", OTHER_CACHES),
     )
 
 

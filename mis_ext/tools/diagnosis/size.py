@@ -21,7 +21,7 @@ BF16 = (
     "bfloat16 on both sides gave 1e-5 to 1e-4 in small models, 1.7e-3 to 2.2e-3 in SmolLM2-135M, "
     "2e-4 in Qwen2.5-Coder-1.5B; your model may differ"
 )
-QUANTISED = (
+QUANTIZED = (
     "8-bit caches, weights, and matmuls gave 1e-3 to 8e-3 in small models, 1.4e-2 to 7e-2 in SmolLM2-135M, and an e4m3 "
     "cache 0.3 to 0.4 in Qwen2.5-Coder-1.5B"
 )
@@ -77,17 +77,17 @@ SIZES = (
         limit.PRETRAINED_K3,
         "bf16_or_low_precision",
         "kernels in bfloat16 of a pretrained model (usual, no fault), or lower precision on one side",
-        f"within what both give: {BF16}; {QUANTISED}",
+        f"within what both give: {BF16}; {QUANTIZED}",
         "Nothing is wrong if the model is pretrained and both sides compute in bfloat16. With float16 on "
         "both sides, k3 was 65 times smaller, and training needed about half the steps. With only the engine's head "
         "in float32, k3 was three quarters as large. In small models an fp8 cache or fp8 weights have this "
         "size. Token TIS (preset mis) rejects nothing, and made no difference there.",
     ),
     Size(
-        limit.QUANTISED_K3,
+        limit.QUANTIZED_K3,
         "low_precision",
         "lower precision on one side (fp8 or int8 weights or cache)",
-        f"above kernels: {BF16}; {QUANTISED}",
+        f"above kernels: {BF16}; {QUANTIZED}",
         "Token TIS (preset mis) is a precaution with a cost: at a k3 of 0.06 our runs learned without a "
         "correction, and needed 8 steps more than 107 to reach a reward of 0.9 with it. If k3 is far above that of the "
         "same engine in bfloat16, repair the cause, such as the scales of an 8-bit cache or another dtype.",
@@ -96,7 +96,7 @@ SIZES = (
         math.inf,
         "large_mismatch",
         "a large mismatch, which low precision gave in some models only",
-        f"above what low precision gave in SmolLM2-135M, {limit.QUANTISED_K3:g}; weights one step stale gave 8e-2 in a "
+        f"above what low precision gave in SmolLM2-135M, {limit.QUANTIZED_K3:g}; weights one step stale gave 8e-2 in a "
         "small model",
         "Check weight syncs first, then correct with token TIS (preset mis).",
     ),

@@ -287,7 +287,7 @@ def _by_version(tokens: Evidence) -> Found | None:
         return None
     # Other causes of this size with up-to-date weights.
     usual = ("kernels in bfloat16 of a pretrained model, the usual case",) if nearest.k3 < limit.PRETRAINED_K3 else ()
-    precision = "lower precision on one side" if nearest.k3 < limit.QUANTISED_K3 else OTHER_PRECISION
+    precision = "lower precision on one side" if nearest.k3 < limit.QUANTIZED_K3 else OTHER_PRECISION
     return stale.found(
         confidence="possible",
         evidence=f"{evidence}; no fresh token shows which one it is",

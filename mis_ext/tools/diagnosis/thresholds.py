@@ -162,7 +162,7 @@ MAX_FORMULA_STEPS, ALL = 1.5, 0.99
 
 # --- sizes
 
-KERNEL_K3, PRETRAINED_K3, QUANTISED_K3 = 1e-3, 3e-3, 7e-2
+KERNEL_K3, PRETRAINED_K3, QUANTIZED_K3 = 1e-3, 3e-3, 7e-2
 """The largest k3 per token that bfloat16 kernels of small models, those of SmolLM2-135M, and low precision of
 SmolLM2-135M explain. Other models have other limits (Qwen2.5-Coder-1.5B has 2e-4 and 0.3). They only choose which class
 of a size comes first; the other classes are among its alternatives.

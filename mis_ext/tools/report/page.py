@@ -15,7 +15,7 @@ from markupsafe import Markup
 from mis_ext.files import printable
 from mis_ext.tools.diagnosis.cause import Diagnosis
 from mis_ext.tools.diagnosis.evidence import step_order
-from mis_ext.tools.diagnosis.thresholds import GROWTH, NOTICED, QUANTISED_K3
+from mis_ext.tools.diagnosis.thresholds import GROWTH, NOTICED, QUANTIZED_K3
 from mis_ext.tools.explain import HARMLESS_K3
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
 from mis_ext.tools.report.recommendation import Ranked
@@ -161,7 +161,7 @@ class Tile(NamedTuple):
 def tiles(report: Report) -> list[Tile]:
     """Build the first tiles: k3 with its limit, its trend, and the likely cause."""
     k3, steps = report.summary.overall.k3, [*report.summary.steps.values()]
-    size = "good" if k3 < HARMLESS_K3 else "watch" if k3 < QUANTISED_K3 else "bad"
+    size = "good" if k3 < HARMLESS_K3 else "watch" if k3 < QUANTIZED_K3 else "bad"
     trend = Tile("good", "one step", "no trend of k3")
     if len(steps) > 1:
         first, last = steps[0].k3, steps[-1].k3

@@ -176,7 +176,7 @@ class WhatIf:
         def per(name: str, over: str) -> float:
             return _divided(sums[name], sums[over])
 
-        weighted, squared = self._normalised()
+        weighted, squared = self._normalized()
         variance = _divided(squared, sums["response"])
         if sums["squared_advantage"] > 0 and not self.config.is_scaled:
             variance = per("squared_weighted_advantage", "squared_advantage")
@@ -195,7 +195,7 @@ class WhatIf:
             removed_negative=per("removed_negative", "negative"),
         )
 
-    def _normalised(self) -> tuple[float, float]:
+    def _normalized(self) -> tuple[float, float]:
         """Sums of the factor and of its square, scaled per step according to the configuration."""
         weighted = squared = 0.0
         for step in self._steps.values():

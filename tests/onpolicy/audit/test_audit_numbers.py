@@ -68,7 +68,7 @@ def test_two_dtypes_are_compared_as_the_numbers_they_hold() -> None:
     report = audit_logprobs([exact[0].float()], exact)
     assert report.verdict is Verdict.EXACT
     assert (report.train_dtype, report.rollout_dtype) == ("float32", "bfloat16")
-    # The float32 neighbour of a bfloat16 number: bfloat16 on both sides would have hidden it.
+    # The float32 neighbor of a bfloat16 number: bfloat16 on both sides would have hidden it.
     report = audit_logprobs([next_number(exact[0].float())], exact)
     assert (report.verdict, report.max_ulp) == (Verdict.DIFFERENT, 1)
     # Neither of float16 and bfloat16 holds the other's numbers.

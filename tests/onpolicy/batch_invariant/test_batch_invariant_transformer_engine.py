@@ -27,7 +27,7 @@ class StandInOfMegatron(StandInLinear):
     __module__ = "megatron.core.extensions.transformer_engine"
 
 
-class Neighbour(torch.nn.Linear):
+class Neighbor(torch.nn.Linear):
     """Of a package whose name only begins like Transformer Engine's."""
 
     __module__ = "transformer_engine_like.linear"
@@ -66,8 +66,8 @@ def test_another_thread_may_call_it_while_this_one_is_in_the_mode():
 @pytest.mark.usefixtures("imported")
 def test_a_module_of_another_package_runs_in_the_mode():
     with batch_invariant_mode():
-        model(Neighbour)(torch.ones(2, 4))
-    with batch_invariant_forward(model(Neighbour)):
+        model(Neighbor)(torch.ones(2, 4))
+    with batch_invariant_forward(model(Neighbor)):
         pass
 
 

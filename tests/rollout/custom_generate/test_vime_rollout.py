@@ -232,7 +232,7 @@ def test_kept_tokens_of_top_p_go_to_the_sample_and_where_there_are_none_a_warnin
         assert meta["top_p_token_offsets"] == [0, 2, 4, 6, 8, 10]
         assert meta["top_p_token_ids"][::2] == sample.tokens[-5:]
     else:
-        assert "renormalise" in str(told[0].message)
+        assert "renormalize" in str(told[0].message)
         assert "top_p_token_ids" not in meta
 
 

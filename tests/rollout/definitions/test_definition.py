@@ -17,11 +17,11 @@ DEFINITIONS = {
     "sglang, plain": ("sglang", {}, {}, "softmax(logits)", "softmax(logits)"),
     "sglang": (
         *("sglang", {}, NUCLEUS),
-        *("softmax(logits / 0.7), renormalised over top_p=0.9", "softmax(logits / 0.7)"),
+        *("softmax(logits / 0.7), renormalized over top_p=0.9", "softmax(logits / 0.7)"),
     ),
     "sglang, original": (
         *("sglang", {"original": True}, NUCLEUS),
-        *("softmax(logits / 0.7), renormalised over top_p=0.9", "softmax(logits)"),
+        *("softmax(logits / 0.7), renormalized over top_p=0.9", "softmax(logits)"),
     ),
     "sglang, bias and original": (
         *("sglang", {"original": True}, {"temperature": 0.7, "logit_bias": {"3": 1.5}}),
@@ -29,7 +29,7 @@ DEFINITIONS = {
     ),
     "sglang, greedy": (
         *("sglang", {}, {"temperature": 0.0, "top_p": 0.9}),
-        *("softmax(logits), renormalised over top_k=1", "softmax(logits)"),
+        *("softmax(logits), renormalized over top_k=1", "softmax(logits)"),
     ),
     "sglang, penalty": (
         *("sglang", {}, {"presence_penalty": 0.5}),
@@ -37,15 +37,15 @@ DEFINITIONS = {
     ),
     "vllm, raw": (
         *("vllm", {}, {**NUCLEUS, "logit_bias": {"3": 1.5}}),
-        *("softmax((logits + logit_bias) / 0.7), renormalised over top_p=0.9", "softmax(logits)"),
+        *("softmax((logits + logit_bias) / 0.7), renormalized over top_p=0.9", "softmax(logits)"),
     ),
     "vllm, processed": (
         *("vllm", {"mode": "processed_logprobs"}, {**NUCLEUS, "top_k": 40, "min_p": 0.1}),
-        *(["softmax(logits / 0.7), renormalised over top_k=40, top_p=0.9, min_p=0.1"] * 2),
+        *(["softmax(logits / 0.7), renormalized over top_k=40, top_p=0.9, min_p=0.1"] * 2),
     ),
     "vllm, greedy and processed": (
         *("vllm", {"mode": "processed_logprobs"}, {"temperature": 0.0}),
-        *("softmax(logits), renormalised over top_k=1", "softmax(logits)"),
+        *("softmax(logits), renormalized over top_k=1", "softmax(logits)"),
     ),
     "vllm, grammar and raw": (
         *("vllm", {}, {"structured_outputs": {"regex": "[0-9]"}, "repetition_penalty": 1.2}),
@@ -182,7 +182,7 @@ def test_slimes_request_for_the_kept_tokens_is_known() -> None:
     request = {**NUCLEUS, "custom_params": {"return_top_p_token_ids": True}}
     definition = define(**request)
     assert read(**request).unknown == ()
-    # slime's SGLang renormalises over what it returns.
+    # slime's SGLang renormalizes over what it returns.
     assert definition.is_behavior
     assert definition.returned.truncation == define(**NUCLEUS).sampled.truncation
     assert any("only slime's SGLang supports it" in doubt for doubt in definition.doubts)

@@ -155,7 +155,7 @@ def test_sglangs_own_kept_tokens_and_their_log_probs_are_those_that_are_computed
     definition = define("nucleus")
     kept_ids = [row for answer in answers["nucleus"] for row in answer["output_token_sampling_mask"]]
     drawn = torch.tensor([x for answer in answers["nucleus"] for x in answer["output_token_sampling_logprobs"]])
-    # The returned log-probs are not renormalised.
+    # The returned log-probs are not renormalized.
     assert (drawn - returned).abs().max() > 0.05
     for kept in (None, kept_ids):
         scored = trainer_log_probs(logits, ids, definition.sampled, kept_ids=kept).log_probs_T

@@ -142,7 +142,7 @@ def _rung(setting: str, *methods: Method) -> PretrainedGroup:
 # Exploratory: the configuration with which published runs did not collapse (lab/evidence/published.md).
 EARLIER_RATE, _CORRECTION_RATE = 5e-6, 3e-6
 PUBLISHED = Method(
-    name="token mask, veto, normalised",
+    name="token mask, veto, normalized",
     keys={
         **TOKEN_TIS.keys,
         "use_rs": True,

@@ -102,7 +102,7 @@ def _pairs(study: Study, seen: Runs) -> list[str]:
         f"**Paired by seed**, added after the runs. Final reward with token TIS minus none: {against(none)}, higher "
         f"on {higher} of {len(seeds)} seeds. Minus bf16: {against(bf16)}. At step {common}, which every run reached, "
         f"minus none: {against(none, common)}.{''.join(further)} One evaluation has a standard deviation of "
-        f"{noise:.2f} (neighbours with TIS and bf16 after step {SETTLED}), a mean of four at least {noise / 2:.3f}. "
+        f"{noise:.2f} (neighbors with TIS and bf16 after step {SETTLED}), a mean of four at least {noise / 2:.3f}. "
         f"The best mean of four evaluations without a correction is {min(best):.2f} to {max(best):.2f}. The last one "
         f"with token TIS is {min(ends):.2f} to {max(ends):.2f}. So at this learning rate stopping in time does not "
         "replace token TIS.",

@@ -131,7 +131,7 @@ class SGLangSampler:
         self._runner.close()
 
     def _prepared(self, weights: Weights) -> Weights:
-        """Quantised where the engine multiplies in 8 bits, its scales computed in float32; or rounded to 8 bits."""
+        """Quantized where the engine multiplies in 8 bits, its scales computed in float32; or rounded to 8 bits."""
         if self._quantizer is None:
             # It rounds the weights of several models at once.
             rounded = self.spec.rounded({name: weight[None] for name, weight in weights.items()})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import GATES, WEIGHTS, args_of, correction_keys, random_samples, sprinkle
 from reference import Samples
-from synchronisation import ENOUGH, call, recorded
+from synchronization import ENOUGH, call, recorded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mis_ext.correction import layout as layout_module
@@ -23,7 +23,7 @@ def settings() -> list[dict]:
     for index, weight in enumerate(WEIGHTS):
         for gate in GATES:
             normalizer = (
-                ["no normaliser", "kept", "valid, micro-batch"][index % 3] if weight[0] != "none" else "no normaliser"
+                ["no normalizer", "kept", "valid, micro-batch"][index % 3] if weight[0] != "none" else "no normalizer"
             )
             veto = ["all vetoes", "no veto"][index % 2]
             denominator = ["kept", "fixed"][index % 2]
@@ -81,7 +81,7 @@ def test_the_operations_do_not_depend_on_the_data_or_on_the_number_of_samples(mo
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compile_", [False, True], ids=["eager", "compiled"])
-def test_on_a_gpu_no_setting_synchronises(compile_):
+def test_on_a_gpu_no_setting_synchronizes(compile_):
     def moved(samples: Samples) -> Samples:
         return Samples(*([x.cuda() for x in column] for column in (samples.train, samples.rollout, samples.masks)))
 
