@@ -197,6 +197,10 @@ def test_missing_log_probs_and_wrong_lengths_are_named() -> None:
         METHODS["ppo"].method(**streams, layout=layout)
     with pytest.raises(ValueError, match="pass state_values_T"):
         METHODS["drift_control"].method(**streams, behavior_logprobs_T=values, layout=layout)
+    for name in ("behavior_logprobs_T", "state_values_T"):
+        given = streams | {"behavior_logprobs_T": values, "state_values_T": values, name: values[:2]}
+        with pytest.raises(ValueError, match=rf"{name} has the shape \(2,\), but the layout has 3 tokens"):
+            METHODS["drift_control"].method(**given, layout=layout)
     with pytest.raises(ValueError, match=r"current_logprobs_T has the shape \(3,\), but the layout has 2 tokens"):
         METHODS["reinforce"].method(
             **streams | dict.fromkeys(("advantages_T", "response_mask_T"), values[:2]), layout=PackedLayout.whole([2])
