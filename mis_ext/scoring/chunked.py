@@ -88,7 +88,7 @@ def _logit_gradient(
     is_wanted_T1 = torch.zeros(len(rows_TV), 1, dtype=torch.bool, device=rows_TV.device)
     if of_rows.log_prob_grad_T is not None:
         grad_T1 = of_rows.log_prob_grad_T.unsqueeze(-1)
-        is_wanted_T1 = is_wanted_T1 | (grad_T1 != 0.0)
+        is_wanted_T1 = grad_T1 != 0.0
         share_TV = _log_shares(rows_TV, of_rows.kept_highest_T, of_rows.kept_log_total_T, scale).exp()
         if kept_TV is not None:
             share_TV = torch.where(kept_TV, share_TV, 0.0)
