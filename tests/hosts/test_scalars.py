@@ -157,6 +157,12 @@ def check_a_number_of_all_ranks_stays_what_it_is(rank: int) -> None:
     )
 
 
+def check_a_group_of_some_ranks_has_its_own_mean(rank: int) -> None:
+    pairs = [dist.new_group(each) for each in ([0, 1], [2, 3])]
+    found = scalars({"a": mean(float(rank), 1.0)}, prefix="", group=pairs[rank // 2])
+    assert found == {"a": 0.5 if rank < 2 else 2.5}
+
+
 def check_an_error_of_one_rank_leaves_none_waiting(rank: int) -> None:
     wrong = {"mis_a": torch.tensor(1.0)} if rank == 2 else {"mis_a": mean(1.0, 2.0)}
     kind, message = (

@@ -271,8 +271,8 @@ def verl(monkeypatch):
     return ppo
 
 
-def corrected(verl) -> tuple:
-    batch = BATCHES["apart"]
+def corrected(verl, **changes: torch.Tensor) -> tuple:
+    batch = BATCHES["apart"] | changes
     streams = batch["old_log_prob"], batch["rollout_log_prob"], batch["response_mask"]
     return verl.rollout_corr_helper.compute_rollout_correction_and_rejection_mask(*streams, rollout_is="token")
 
@@ -287,6 +287,8 @@ def test_keys_of_a_correction_leave_the_losses_of_verl_alone(verl) -> None:
     ratio = (BATCHES["apart"]["old_log_prob"] - BATCHES["apart"]["rollout_log_prob"]).exp()
     assert torch.equal(mask, BATCHES["apart"]["response_mask"] & (ratio >= 0.8) & (ratio <= 1.2))
     assert metrics["rollout_corr/mis_k3_kl"] > 0.0
+    _, numbers, _ = corrected(verl, response_mask=BATCHES["apart"]["response_mask"].long())
+    assert (numbers.dtype, numbers.tolist()) == (torch.int64, mask.long().tolist())
 
 
 def test_keys_of_the_whole_loss_hand_the_behavior_policy_on_and_stop_losses_that_would_multiply_by_it(verl) -> None:

@@ -241,8 +241,8 @@ class TestIllegal:
         """True == 1 and 7.0 == 7."""
         for sample in build_samples([call("0", [7, 1], [8]), call("1", [7, True, 6], [9])], policy="split").samples:
             assert {type(each) for each in sample.tokens} == {int}
-        with pytest.raises(MalformedResponse, match=r"request '1': prompt_ids\[0\] must be an int"):
-            build_samples([call("0", [7, 1], [8]), call("1", [7.0, 1, 8], [9])], policy="split")
+        with pytest.raises(MalformedResponse, match=r"request '1': prompt_ids\[1\] must be an int"):
+            build_samples([call("0", [0, 1], [8]), call("1", [0, 1.0, 8], [9])], policy="split")
 
     def test_the_greatest_id(self) -> None:
         assert single([call("0", [0, 2**31 - 1], [1])]).tokens == [0, 2**31 - 1, 1]
