@@ -196,8 +196,8 @@ def _found(row: Cause, left: Left, groups: Groups, alternatives: tuple[str, ...]
     )
 
 
-def of_weights(tokens: Evidence, groups: Groups) -> str:
-    """Evidence that weights separate responses: most responses of their step and version differ more too.
+def of_weights(tokens: Evidence, groups: Groups) -> bool:
+    """True if weights separate the responses: most responses of their step and version differ more too.
 
     Another text would be far with any weights, and would not move other responses.
     """
@@ -213,9 +213,4 @@ def of_weights(tokens: Evidence, groups: Groups) -> str:
     moved = shift > limit.MOVED_FACTOR * floor
     still_S = ~moved[number_S]
     count, still = int(groups.far_S.sum()), int((groups.far_S & still_S).sum())
-    if still >= limit.MIN_STILL * count * float(still_S.double().mean()):
-        return ""
-    return (
-        f"{groups.evidence}; {count - still} of these {count} are in steps, or of versions, in which most differ by "
-        f"{float(shift[moved].min()):.2g} (1 - p) nats or more, and elsewhere by {floor:.2g}"
-    )
+    return still < limit.MIN_STILL * count * float(still_S.double().mean())

@@ -298,24 +298,22 @@ def _by_version(tokens: Evidence) -> Found | None:
 
 
 def _by_step(tokens: Evidence) -> Found | None:
-    """Find a k3 that changes over steps, or responses that differ only in steps with other weights."""
+    """Find a k3 that changes over steps."""
     steps = steps_of(tokens)
     story = story_of(steps)
+    if story is None:
+        return None
     groups = groups_of(tokens)
     # If most responses of a step are far, its k3 shows it.
-    apart = "" if groups is None or groups.apart_by == "step" else of_weights(tokens, groups)
-    if story is None and not (apart and steps):
-        return None
-    evidence, floor = (apart, min(each.k3 for each in steps)) if story is None else (story.evidence, story.floor)
-    above = sum(max(each.k3 - floor, 0.0) * each.num_tokens for each in steps)
-    text = (f"another text, or {MIXED_UP}",) if apart else ()
-    is_return = story is not None and story.is_return
+    is_apart = groups is not None and groups.apart_by != "step" and of_weights(tokens, groups)
+    text = (f"another text, or {MIXED_UP}",) if is_apart else ()
+    above = sum(max(each.k3 - story.floor, 0.0) * each.num_tokens for each in steps)
     return stale.found(
         confidence="possible",
-        evidence=evidence + _agree(tokens),
+        evidence=story.evidence + _agree(tokens),
         k3_share=above / float(tokens.k3_T.sum()),
-        advice=stale.advice if is_return or story is None else COMPARE + ("" if _agree(tokens) else stale.advice),
-        alternatives=(*text, *(() if is_return or story is None else NOT_SENT)),
+        advice=stale.advice if story.is_return else COMPARE + ("" if _agree(tokens) else stale.advice),
+        alternatives=(*text, *(() if story.is_return else NOT_SENT)),
     )
 
 
