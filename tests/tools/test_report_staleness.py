@@ -413,6 +413,9 @@ def test_samples_that_are_apart_with_old_weights_are_evidence_of_these() -> None
     (found, *_) = diagnosed(certain_steps(1, 128, 3, certainty=10.0))
     assert (found.cause, found.confidence, found.is_fault) == ("stale_weights", "possible", False)
     assert "a mismatch that grows during training without a fault" in found.alternatives
+    (found, *_) = diagnosed(certain_steps(0, 128, 3, certainty=12.0))
+    assert found.cause == "stale_weights"
+    assert found.alternatives[0] == "another text, or samples that were truncated or mixed up"
 
 
 @pytest.mark.parametrize(
