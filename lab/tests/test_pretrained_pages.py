@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from evidence.archives import Archives
@@ -27,6 +28,17 @@ def test_differences_have_an_interval_and_p_values_count_the_other_comparisons()
     assert Difference.of_pairs([0.001, -0.001, 0.002]).verdict(0.02) == "no difference"
     assert Difference.of_pairs([0.3]).verdict(0.02) == "not resolved"
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_every_recorded_run_is_found_by_the_name_of_its_group() -> None:
+    recorded = Path(__file__).parents[1] / "evidence" / "results"
+    studies = [study for study in collapse.COLLAPSE_STUDIES if (recorded / f"{study.name}.zip").exists()]
+    assert {study.name for study in studies} >= {collapse.LADDER, collapse.CORRECTION}
+    for study in studies:
+        names = {
+            name.split("/")[0].removesuffix(".json") for name in ZipFile(recorded / f"{study.name}.zip").namelist()
+        }
+        assert names <= {group.name for group in study.with_more(names).groups}
 
 
 def test_runs_are_ordered_so_that_what_ran_can_be_compared() -> None:

@@ -142,7 +142,8 @@ def _rung(setting: str, *methods: Method) -> PretrainedGroup:
 # Exploratory: the configuration with which published runs did not collapse (lab/evidence/published.md).
 EARLIER_RATE, _CORRECTION_RATE = 5e-6, 3e-6
 PUBLISHED = Method(
-    name="token mask, veto, normalized",
+    # Spelled as in the recorded runs, which are found by this name.
+    name="token mask, veto, normalised",
     keys={
         **TOKEN_TIS.keys,
         "use_rs": True,
