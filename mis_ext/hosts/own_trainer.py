@@ -145,7 +145,9 @@ def session_beside(keys: Keys, *, keeps_loss: str) -> Session:
     """Create a session for a framework that keeps its own loss. Keys of the full policy loss raise an error."""
     given = read_keys(keys)
     if is_whole_loss(given):
-        raise ValueError(f"{keeps_loss} keeps its own loss: remove the keys of the full policy loss")
+        raise ValueError(
+            f"{keeps_loss} keeps its own loss: replace the keys of the full policy loss by keys of a correction"
+        )
     return Session(given)
 
 

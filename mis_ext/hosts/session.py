@@ -168,7 +168,7 @@ class Session:
         return None
 
     def check_range(self, values: Tensor, legal: Range) -> None:
-        """Raise an error for values outside of a range. Masks are checked in the first and in some later calls."""
+        """Raise an error for values outside of a range. Masks are checked only in the first and in some later calls."""
         every = 1 if legal is DIVISORS else guards.CALLS_PER_LOOK
         monitor = self._ranges.setdefault(legal, guards.Monitor(legal.check_extremes, every=every))
         monitor.observe(extremes_of, values, on=values)
@@ -290,7 +290,7 @@ class Run(NamedTuple):
     failed: Exception | None = None
 
     def check_rollout(self) -> None:
-        """Raise an error if the rollout was not prepared: a custom function may not call prepare_rollout."""
+        """Raise an error if the rollout was not prepared: a custom function can omit prepare_rollout."""
         key = self.config.group.needs_rollout
         if key and not self.session.rollout_seen:
             raise ValueError(f"{key}: mis_ext.prepare_rollout was not called before the loss: {_PREPARE}")
@@ -308,7 +308,7 @@ def session_for(args: Any) -> Session:
 
 
 def current_run(args: Any, *, whole_loss: bool = False) -> Run:
-    """The run of this ``args`` object, or of mappings with this content, which are read once.
+    """The run of this ``args`` object, or of mappings with this content. They are read once.
 
     The object is the same for all micro-batches of a run. ``whole_loss``: read and check the full policy loss too.
     """

@@ -241,7 +241,9 @@ def policy_loss_from_hidden(
             )
         mask = response_mask if layout is None else layout.local_part(response_mask)
         if mask.numel() != token_ids.numel():
-            raise ValueError(f"response_mask has {mask.numel()} tokens, but token_ids has {token_ids.numel()}")
+            raise ValueError(
+                f"response_mask has {mask.numel()} tokens on this rank, but token_ids has {token_ids.numel()}"
+            )
         (row_T,) = mask.reshape(-1).nonzero(as_tuple=True)
         scores = score_hidden(
             hidden,

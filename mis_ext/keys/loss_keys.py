@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the keys and flags of the full policy loss into its settings, and reject combinations."""
+"""Read the keys and flags of the full policy loss into its settings, and reject wrong combinations."""
 
 from __future__ import annotations
 

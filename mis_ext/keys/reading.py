@@ -421,7 +421,7 @@ def keys_as_yaml(keys: Mapping[str, Any]) -> str:
     """Keys as YAML, one per line. The innermost mappings and lists are on one line."""
     import yaml
 
-    is_nested = any(isinstance(value, (dict, list)) for value in keys.values())
+    is_nested = any(isinstance(value, (dict, list, tuple)) for value in keys.values())
     return yaml.safe_dump(keys, sort_keys=False, default_flow_style=None if is_nested else False, width=120)
 
 

@@ -163,12 +163,8 @@ CORRECTION_ROWS: dict[str, Key] = {
     "rs_level": Key(
         words(config.Level, "none"), "token", "The ratio that is compared with the rs bounds; none: only rs_gates."
     ),
-    "rs_lower_bound": Key(
-        number("[0, inf)"), None, "Lower bound of kept ratios. Default: the weight's lower bound.", "ratio"
-    ),
-    "rs_upper_bound": Key(
-        number("(0, inf]"), None, "Upper bound of kept ratios. Default: the weight's upper bound.", "ratio"
-    ),
+    "rs_lower_bound": Key(number("[0, inf)"), None, "Lower bound of kept ratios. Default: tis_lower_bound.", "ratio"),
+    "rs_upper_bound": Key(number("(0, inf]"), None, "Upper bound of kept ratios. Default: tis_upper_bound.", "ratio"),
     "rs_gates": Key(GATES, (), "Further filters, each a mapping."),
     "rs_veto_threshold": Key(number("(0, 1]"), None, "Rejects a response with any ratio below it.", "ratio"),
     "rs_veto_upper_threshold": Key(number("[1, inf)"), None, "Rejects a response with any ratio above it.", "ratio"),
@@ -181,7 +177,9 @@ CORRECTION_ROWS: dict[str, Key] = {
         words("token", "sequence_max"), "token", "What rs_max_staleness rejects: the token, or its response."
     ),
     "tis_batch_normalize": Key(SWITCH, False, "Divides the weights by their mean."),
-    "tis_normalize_scope": Key(words(config.Scope), "data_parallel", "Samples in the mean of tis_batch_normalize."),
+    "tis_normalize_scope": Key(
+        words(config.Scope), "data_parallel", "Samples of tis_batch_normalize and of mis_denominator: kept."
+    ),
     "tis_normalize_over": Key(words(config.NormalizeOver), "kept", "Tokens in the mean of tis_batch_normalize."),
     "mis_denominator": Key(
         words(config.Denominator),

@@ -316,8 +316,8 @@ def _length_bias(name: str, gate: Gate, found: Circumstances) -> Iterator[Trap]:
 
 SYMBOLS = (
     "At token t, d_t = log pi_t - log mu_t and rho_t = pi_t / mu_t. mu is the policy that sampled the token, "
-    "and pi the trainer's policy before the update. T counts the tokens of a response with a finite ratio. ESS is the "
-    "effective sample size, as a share."
+    "and pi the trainer's policy before the update, frozen for the step. T counts the tokens of a response with a "
+    "finite ratio. ESS is the effective sample size, as a share."
 )
 
 

@@ -360,6 +360,8 @@ WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "a gate for gates": ({"gates": Gate(high=3.0)}, r"gates must be a tuple or list, got Gate\("),
     "a mapping for a gate": ({"gates": [{"high": 3.0}]}, "each of gates must be a Gate, got {'high': 3.0}"),
     "a name for names": ({"warn_only": "degenerate_behavior"}, "warn_only must be .* got 'degenerate_behavior'"),
+}
+WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "a word for a flag": ({"compile": "always"}, "compile must be auto, true or false, got 'always'"),
     "a mean of no weight": (
         {"weight": None, "normalize_over": "kept"},
@@ -374,9 +376,16 @@ WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("parts", "message"), WRONG_PARTS.values(), ids=WRONG_PARTS)
-def test_wrong_parts_are_refused_in_python(parts: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
+@pytest.mark.parametrize(
+    ("kind", "parts", "message"),
+    [
+        pytest.param(kind, *row, id=name)
+        for kind, rows in ((TypeError, WRONG_PARTS), (ValueError, WRONG_VALUES))
+        for name, row in rows.items()
+    ],
+)
+def test_wrong_parts_are_refused_in_python(kind: type[Exception], parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(kind, match=message):
         CorrectionConfig(**parts)
 
 

@@ -87,7 +87,9 @@ def attention(
                 f"{key_slots.dtype}"
             )
         if mask is not None:
-            raise NotImplementedError("batch-invariant attention with key_slots has no mask: gather the keys first")
+            raise NotImplementedError(
+                "batch-invariant attention with key_slots supports no mask: gather the keys first"
+            )
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise NotImplementedError(
                 "batch-invariant attention with key_slots has no derivative: gather the keys first"

@@ -193,7 +193,9 @@ def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
     if x.dim() == 0 or x.numel() == 0:
         return func(x, dim, half_to_float)
     if x.shape[dim] > MOST_COLUMNS:
-        raise NotImplementedError(f"batch-invariant softmax has at most {MOST_COLUMNS} columns, got {x.shape[dim]}")
+        raise NotImplementedError(
+            f"batch-invariant softmax supports at most {MOST_COLUMNS} columns, got {x.shape[dim]}"
+        )
     softmax = devices.kernels_on(x).softmax
     out = softmax(x.movedim(dim, -1).contiguous(), torch.float32 if half_to_float else x.dtype, is_log=is_log)
     return out.movedim(-1, dim).contiguous()

@@ -125,7 +125,8 @@ def check_supported(args: Any, sample: Any, settings: Settings) -> None:
     for name in ("cache_by_version", "canary"):
         if getattr(settings, name) and endpoint_of(sample) is VLLM:
             raise ValueError(
-                f"{KEY}.{name} needs an SGLang endpoint that vLLM lacks; remove the key, and use compare_weights"
+                f"{KEY}.{name} needs an SGLang endpoint that vLLM lacks; remove the key. To check weights, use "
+                "mis_ext.rollout.compare_weights"
             )
     if stores_versions(args) and getattr(args, "use_opd", None):
         raise ValueError("mis_staleness and use_opd use the same field, teacher_log_probs: unset one of them")

@@ -78,7 +78,7 @@ def settle(
     # The id of an end token is the last sampled id; a stop string has no id.
     match = matches[0].token_or_text() if matches else None
     if isinstance(match, int) and ids[-1:] != [match]:
-        raise Contradiction(request_id, f"token {match} ended the generation, but the last sampled id is {ids[-1:]}")
+        raise Contradiction(request_id, f"token {match} ended the generation, but the sampled ids end with {ids[-1:]}")
     kept = _read_kept(kept_ids, ids) if kept_ids else None
     version = last_version.string() if last_version else None
     version_of_each = _read_versions(versions, last_version, len(ids)) if versions else []

@@ -43,8 +43,8 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--against",
         nargs="+",
         type=Path,
-        metavar="PATH",
-        help="another run, B, to compare with the run A in PATH; the advice is for A",
+        metavar="OTHER",
+        help="files of another run, B, to compare with the run A in PATH; the advice is for A",
     )
     parser.add_argument(
         "--config",

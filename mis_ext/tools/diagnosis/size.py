@@ -90,7 +90,7 @@ SIZES = (
         f"above kernels: {BF16}; {QUANTIZED}",
         "Token TIS (preset mis) is a precaution with a cost: at a k3 of 0.06 our runs learned without a "
         "correction, and needed 8 steps more than 107 to reach a reward of 0.9 with it. If k3 is far above that of the "
-        "same engine in bfloat16, repair the cause, such as the scales of an 8-bit cache or another dtype.",
+        "same engine in bfloat16, repair the engine: other scales of an 8-bit cache, or another dtype.",
     ),
     Size(
         math.inf,

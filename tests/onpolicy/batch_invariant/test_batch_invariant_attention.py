@@ -194,7 +194,7 @@ def test_queries_before_the_first_key_have_no_gradient(hidden):
         (
             {"key_slots": torch.zeros(1, 4).long(), "mask": torch.ones(1, 1, 4, 4).bool()},
             NotImplementedError,
-            "has no mask: gather the keys first",
+            "supports no mask: gather the keys first",
         ),
         (
             {"key_slots": torch.zeros(1, 4).long(), "key": torch.zeros(4, 2, 8, requires_grad=True)},

@@ -131,7 +131,7 @@ VLLM_MISTAKES = {
         MalformedResponse,
         r"token_ids\[1\] must be a token id",
     ),
-    "another end token": (set_at(*CHOICE, "stop_reason", 3), Contradiction, r"token 3 .* last sampled id is \[2\]"),
+    "another end token": (set_at(*CHOICE, "stop_reason", 3), Contradiction, r"token 3 .* sampled ids end with \[2\]"),
     "another prompt": (set_at("prompt_token_ids", [1]), CountMismatch, "prompt_tokens is 5, but there are 1 ids"),
 }
 
