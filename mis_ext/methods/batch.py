@@ -25,7 +25,8 @@ UPDATE: Pair = ("current", "proximal")
 TOTAL: Pair = ("current", "behavior")
 """Log-ratios of the engine, of the updates of this step, and of both."""
 
-When = Literal["always", "positive", "negative", "outward"]
+Condition = Literal["positive", "negative", "outward"]
+When = Literal["always", Condition]
 """All tokens, tokens with a positive or negative advantage, or tokens that the update moves away from ratio 1."""
 
 Reduce = Literal[config.Reduce, "prefix", "batch_mean", "batch_rank_mean"]
@@ -319,11 +320,8 @@ class Batch:
             mask_T = mask_T & (self.when(of, pair) | ~self.valid_T)
         return self.reductions.reduce(self._of_tokens(name, pair) + self._zero_or_nan_T, mask_T, reduce)
 
-    def when(self, when: When, pair: Pair) -> Tensor:
-        """``[T]`` bool: tokens for which the condition holds, by advantage or by the move of the ratio away from 1.
-
-        Every condition except ``always``, for which callers need no tensor.
-        """
+    def when(self, when: Condition, pair: Pair) -> Tensor:
+        """``[T]`` bool: tokens for which the condition holds, by advantage or by the move of the ratio away from 1."""
         if when == "positive":
             return self.advantages_T > 0.0
         if when == "negative":
