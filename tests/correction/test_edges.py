@@ -239,7 +239,7 @@ def test_where_one_only_measures_every_token_has_weight_1_and_its_mask() -> None
     streams, config = broken_streams(), CorrectionConfig(weight=None, metrics_only=True)
     found = mis_ext.compute_correction(**streams, config=config)
     assert found.weights_T.tolist() == [1.0] * 7
-    # Nobody asked for these.
+    # No configuration requested these.
     in_session = mis_ext.Session(config).correct(mis_ext.PackedStreams(**streams))
     assert found.token_metrics == in_session.token_metrics == {}
     assert torch.equal(found.loss_mask_R, streams["response_mask_R"])
