@@ -187,7 +187,7 @@ class TransformersEngine:
             # This is for tensor parallelism, which this model does not use, although torchrun's environment suggests
             # it.
             disable_nccl_graph_mixing=False,
-            # A shared prefix would survive a weight update, but its cached keys belong to the old weights.
+            # A shared prefix would survive a weight update, but its cached keys belong to the previous weights.
             allow_block_sharing=False,
         )
         # A new generation loop seeds the default generator.

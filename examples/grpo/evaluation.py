@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluate the trainer's own policy on held-out questions.
 
-The reward of the rollout is that of the engine, whose policy differs with another cache, other kernels, or old weights.
+The reward of the rollout is that of the engine, whose policy differs with another cache, other kernels, or stale
+weights.
 """
 
 from __future__ import annotations

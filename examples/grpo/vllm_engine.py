@@ -146,7 +146,7 @@ class VLLMEngine(RolloutEngine):
         ]
 
     def update_weights(self, state_dict: dict[str, Tensor], *, version: int) -> None:
-        """Send weights, cast to the engine's dtype, and clear the keys and values of the old weights.
+        """Send weights, cast to the engine's dtype, and clear the keys and values of the previous weights.
 
         Names and shapes are first compared with the transformers model. The engine's tensors cannot be compared: vLLM's
         kernels repack them and empty the originals. Tests score the samples of the updated engine.
@@ -281,7 +281,7 @@ class _Worker:
         """Load weights in safetensors format, and clear cached prefixes."""
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(load(weights).items())})
         if not self.engine.reset_prefix_cache():
-            raise RuntimeError("vLLM could not clear the prefixes that it computed with the old weights")
+            raise RuntimeError("vLLM could not clear the prefixes that it computed with the previous weights")
 
     def shutdown(self) -> None:
         """Nothing to stop: the engine runs in this process."""

@@ -14,7 +14,7 @@ from typing import Any
 import loss_cases
 import pytest
 import yaml
-from drawn_configs import draw_point
+from drawn_configs import draw_file_config
 from hook_batches import make_batch
 from rows import for_each
 
@@ -543,9 +543,7 @@ def test_what_runs_passes_with_its_one_line(keys, capsys) -> None:
 def test_drawn_configurations_pass_with_any_number_of_ranks() -> None:
     choose = random.Random(5).choice
     for _ in range(4):
-        config = draw_point(choose).config.replace(per_token_loss=False)
-        if config.scope == "micro_batch" and config.normalize_over is None and config.denominator == "fixed":
-            config = config.replace(scope="data_parallel")
+        config = draw_file_config(choose)
         ranks = {"context_parallel_size": choose([1, 2, 4]), "data_parallel_size": choose([1, 2])}
         keys = ranks | flat_keys(config) | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"}
         keys |= {"custom_generate_function_path": "mis_ext.rollout.generate"}

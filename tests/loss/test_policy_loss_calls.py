@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole loss as it is called: what it refuses, recomputation, synchronizations, and a plain Megatron-Core loop."""
+"""Calls of the full policy loss: what it refuses, recomputation, synchronizations, and a plain Megatron-Core loop."""
 
 import re
 import warnings

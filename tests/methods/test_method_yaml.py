@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from drawn_configs import draw_point
+from drawn_configs import draw_file_config
 from method_cases import HOOK, HOOK_PARAMETERS, apply, make_data
 from rows import for_each
 
@@ -168,9 +168,7 @@ def test_what_the_hook_cannot_do_has_a_file_of_the_whole_loss(name) -> None:
 def test_any_configuration_goes_through_its_keys() -> None:
     choose = random.Random(0).choice
     for _ in range(200):
-        config = draw_point(choose).config.replace(per_token_loss=False)
-        if config.scope == "micro_batch" and config.normalize_over is None and config.denominator == "fixed":
-            config = config.replace(scope="data_parallel")
+        config = draw_file_config(choose)
         keys = json.loads(json.dumps(flat_keys(config)))
         assert mis_ext.config_from_mapping(keys) == config
     gate = mis_ext.Gate(low=0.5, high=2.0)

@@ -74,6 +74,14 @@ class Point(NamedTuple):
     rules: Rules
 
 
+def draw_file_config(choose: Choose) -> mis_ext.CorrectionConfig:
+    """A configuration that keys of a file can describe: the framework has the flag of a per-token loss."""
+    config = draw_point(choose).config.replace(per_token_loss=False)
+    if config.scope == "micro_batch" and config.normalize_over is None and config.denominator == "fixed":
+        config = config.replace(scope="data_parallel")
+    return config
+
+
 def draw_point(choose: Choose) -> Point:
     """A point; `choose` picks one of a list."""
     weight = _draw_weight(choose)

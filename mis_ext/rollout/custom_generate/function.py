@@ -303,7 +303,7 @@ class Call(NamedTuple):
 
     ``rows``: the experts of its tokens and of earlier tokens without experts, if they are requested. ``weights``: those
     of the engines before the request, if a setting requires them. ``is_outdated``: the engine received new weights
-    afterwards, but read cached keys and values of the old weights.
+    afterwards, but read cached keys and values of the previous weights.
     """
 
     generation: Generation

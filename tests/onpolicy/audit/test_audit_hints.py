@@ -14,7 +14,7 @@ def test_versions_that_differ_on_the_samples_that_differ_point_to_stale_weights(
     stale = audit_logprobs(train, rollout, train_weight_version=3, rollout_weight_versions=["3", ["3", 2]])
     assert [(found.cause, found.confidence) for found in stale.diagnoses] == [("stale_weights", "likely")]
     assert "50% of the tokens were sampled with other weights than the trainer's; k3 by version: fresh 0" in stale.hint
-    # The sample with the old weights is the one that is equal: they are not the cause.
+    # The sample with stale weights is the one that is equal: they are not the cause.
     other = audit_logprobs(train, rollout, train_weight_version=3, rollout_weight_versions=[2, 3])
     assert "stale" not in other.hint
     same = audit_logprobs(train, rollout, train_weight_version=["3", None], rollout_weight_versions=[3, 9])
